@@ -9,7 +9,7 @@ from pathlib import Path
 # infinity-tiering is on no package index, so that a message that named an extra of it would lead nowhere. Its packages
 # can be installed from anywhere, whether infinity came from a checkout, a wheel or an image.
 EXTRAS = {
-    "train": ("transformers>=4.45", "tokenizers>=0.20"),
+    "train": ("transformers>=4.45", "tokenizers>=0.20", "accelerate>=1.1", "peft>=0.14"),
     "plot": ("matplotlib>=3.7",),
     "checksum": ("xxhash>=3.5",),
     "examples": ("datasets>=4.7", "ray[train]>=2.40", "trl>=1.0"),

@@ -19,8 +19,9 @@ from infinity.config.resolved import CommunicationConfig
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.optim import AdamW
-from infinity.optim.kinds import ADAM, OptimizerKind, kind_from_config, kind_of
+from infinity.optim.kinds import OptimizerKind, kind_of
 from infinity.optim.lr_schedules import make_scheduler
+from infinity.optim.of_config import named_optimizer, try_schedule
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.optim.torch_schedules import is_factory, rebind
 from infinity.schedule.on_device import addresses_stay
@@ -114,7 +115,14 @@ def initialize(
     if trains is None:
         trains = optimizer is not None or resolved.optimizer is not None
     tiered, groups, frozen, facts = _agreed_optimizer(
-        model, resolved, ranks, model_parameters, optimizer, engine_class.optimizer_class(resolved), trains=trains
+        model,
+        resolved,
+        ranks,
+        model_parameters,
+        optimizer,
+        engine_class.optimizer_class(resolved),
+        trains=trains,
+        own_schedule=lr_scheduler is not None,
     )
     apply_leaf_modules(model, resolved.zero.leaf_modules)
     values = InitialValues(model, init_function, weights, keep=ranks.size > 1)
@@ -209,9 +217,13 @@ def _agreed_optimizer(
     optimizer_class: type[TieredOptimizer],
     *,
     trains: bool,
+    own_schedule: bool,
 ) -> tuple[TieredOptimizer, dict[str, int], dict[str, int], RunFacts]:
     """What is trained and how, the group of each parameter, trained and frozen, and all facts of it, once all ranks
     have the same.
+
+    Args:
+        own_schedule: the learning rates do not follow the configuration's schedule.
 
     Raises:
         ConfigError: a rank's model or optimizer cannot work, or they are not the same on all ranks.
@@ -223,6 +235,8 @@ def _agreed_optimizer(
         tiered = optimizer_class([{"params": []}], {})
         if trains:
             tiered = optimizer_class(*_parameters(model, config, model_parameters, optimizer))
+        if trains and not own_schedule:  # what would be refused is refused before the tiers are filled
+            try_schedule(config, tiered.kind, tiered.param_groups)
         made.append((tiered, *_group_of_each(model, tiered)))
 
     ranks.each(make, "infinity.initialize(): the model", ConfigError)
@@ -301,10 +315,7 @@ def _parameters(
         if not any(param.requires_grad for group in groups for param in group["params"]):
             raise ConfigError("no parameter of `optimizer` requires a gradient: there is nothing to train")
         return groups, {}, kind
-    kind = ADAM
-    defaults: dict[str, Any] = {}
-    if config.optimizer is not None:
-        kind, defaults = kind_from_config(config.optimizer.type, config.optimizer.params)
+    kind, defaults = named_optimizer(config)
     if model_parameters is None:
         model_parameters = [p for p in model.parameters() if p.requires_grad and has_numbers(p)]
     else:

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             f"filled later    {format_size(plan.sizing.shards.states_bytes(later))} of states, of {len(later)} units, "
             "come to the device after the first step; the step below is one that follows"
         )
-    if len(step.unknown) < len(step.parts):
+    if step.seconds:
         _print_step(step, args.tbw)
     if points:
         print(f"\n{args.sweep:<16}{'step':>10}{'tokens/s':>12}  bound by")

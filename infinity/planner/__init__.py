@@ -1,7 +1,7 @@
 """Predict the needs, actions and costs of a training, before anything is allocated."""
 
 from infinity.planner.filled import filled_later, once_filled, states_on_device
-from infinity.planner.memory import Estimate, estimate, largest_model, plan_with_room, problems
+from infinity.planner.memory import Estimate, estimate, host_problem, largest_model, plan_with_room, problems
 from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
 from infinity.planner.roofline import Intensity, bandwidth_for, efficiency, intensity
 from infinity.planner.stand_in import WIDTH_STEP, Shape, shape_of, stand_in
@@ -32,6 +32,7 @@ __all__ = [
     "efficiency",
     "estimate",
     "filled_later",
+    "host_problem",
     "intensity",
     "largest_model",
     "once_filled",

@@ -1,7 +1,8 @@
 """Known machines: numbers to plan with before there is a machine to measure.
 
-Memory and peak rates are the makers' (NVIDIA's data sheets of the H200, H100 and A100 SXM, L40S, RTX 4090 and 3090:
-dense bf16 products that sum in float32). Three numbers were measured on an H100 with 16 cores on 2026-11-28: a Llama 8B
+Peak rates are the maker's (NVIDIA's data sheets of the H200, H100 and A100 SXM, L40S, RTX 4090 and 3090: dense bf16
+products that sum in float32). Device memory is what torch sees of these cards: the "80 GB" of an H100 are 79.2 GiB, and
+the "48 GB" of an L40S are 44.4. Three numbers were measured on an H100 with 16 cores on 2026-11-28: a Llama 8B
 reached 58% of the peak, pinned copies 54 GB/s up and 55 down, and AdamW 6.3e9 parameters a second. All other numbers
 are assumptions: a transformer reaches 55% of the peak on every GPU, copies over PCI Express 4 25 GB/s, a desktop
 updates 3e9 parameters a second, and drives move 6 GB/s. `infinity profile` measures the machine on which it runs.
@@ -16,6 +17,7 @@ from typing import Any
 from infinity.config.read import read_text
 from infinity.errors import ConfigError
 
+_GIB = 1 << 30
 _SHARE = 0.55  # of the peak that a transformer reaches
 _OF_A_PROFILE = ("optimizer_rate", "disk")  # a profile of another machine can replace these
 
@@ -40,21 +42,21 @@ class KnownMachine:
     disk: float | None
 
 
-def _server(gigabytes: float, peak: float, link: float = 54e9) -> KnownMachine:
-    return KnownMachine(int(gigabytes * 1e9), 512 << 30, _SHARE * peak, link, 6.3e9, 6e9)
+def _server(gibibytes: float, peak: float, link: float = 54e9) -> KnownMachine:
+    return KnownMachine(int(gibibytes * _GIB), 512 << 30, _SHARE * peak, link, 6.3e9, 6e9)
 
 
-def _desktop(gigabytes: float, peak: float) -> KnownMachine:
-    return KnownMachine(int(gigabytes * 1e9), 64 << 30, _SHARE * peak, 25e9, 3e9, 6e9)
+def _desktop(gibibytes: float, peak: float) -> KnownMachine:
+    return KnownMachine(int(gibibytes * _GIB), 64 << 30, _SHARE * peak, 25e9, 3e9, 6e9)
 
 
 MACHINES = {
-    "H200": _server(141, 989e12),
-    "H100": _server(80, 989e12),
-    "A100": _server(80, 312e12, link=25e9),
-    "L40S": _server(48, 362e12, link=25e9),
-    "4090": _desktop(24, 165e12),
-    "3090": _desktop(24, 71e12),
+    "H200": _server(139, 989e12),
+    "H100": _server(79.17, 989e12),
+    "A100": _server(79.1, 312e12, link=25e9),
+    "L40S": _server(44.4, 362e12, link=25e9),
+    "4090": _desktop(23.5, 165e12),
+    "3090": _desktop(23.5, 71e12),
 }
 
 

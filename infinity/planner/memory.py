@@ -117,13 +117,9 @@ def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_byte
             f"free. Free {format_size(needs.machine_nvme_bytes - free)}, add a path to tiering.nvme, raise "
             "tiering.host_memory so that less is stored, or take a smaller state_format"
         )
-    total = (needs.process_bytes + needs.granted_bytes - needs.budget_bytes) * plan.machine.neighbours
-    if total > host_bytes:
-        yield (
-            f"host memory is too small: the processes of a machine take {format_size(total)} with the budget of "
-            f"{format_size(plan.host_bytes)} each, and {format_size(host_bytes)} are there. Lower tiering.host_memory "
-            "or the micro-batch, or checkpoint activations"
-        )
+    too_little = host_problem(plan, needs, host_bytes)
+    if too_little:
+        yield too_little
     if plan.machine.device_bytes is not None and needs.device_bytes > plan.machine.device_bytes:
         yield (
             f"device memory is too small: {format_size(needs.device_bytes)} are needed, of which "
@@ -131,6 +127,18 @@ def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_byte
             f"{format_size(plan.machine.device_bytes)}. Lower tiering.device_memory or the micro-batch, or checkpoint "
             "activations"
         )
+
+
+def host_problem(plan: TrainingPlan, needs: Estimate, host_bytes: int) -> str:
+    """Return why the host memory of a machine, free or all of it, is not enough; empty if it is."""
+    total = (needs.process_bytes + needs.granted_bytes - needs.budget_bytes) * plan.machine.neighbours
+    if total <= host_bytes:
+        return ""
+    return (
+        f"host memory is too small: the processes of a machine take {format_size(total)} with the budget of "
+        f"{format_size(plan.host_bytes)} each, and {format_size(host_bytes)} are there. Lower tiering.host_memory "
+        "or the micro-batch, or checkpoint activations"
+    )
 
 
 def plan_with_room(

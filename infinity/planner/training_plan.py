@@ -9,6 +9,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.memory import Ledger
+from infinity.optim.of_config import checked_kind
 from infinity.planner.traffic import Traffic, traffic_of
 from infinity.schedule import MemoryNeeds, MemorySplit, Plan, make_plan, split_memory
 from infinity.schedule.placement import Placement, place
@@ -159,7 +160,7 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
 
     Raises:
         CapacityError: a memory budget is too small; the message has the required number.
-        ConfigError: a combination that cannot work.
+        ConfigError: a combination that cannot work, as `infinity.initialize` refuses it.
     """
 
     def is_enough(sizing: Sizing) -> bool:
@@ -221,7 +222,7 @@ def _sizing(model: nn.Module, config: Config, machine: Machine) -> Sizing:
         model,
         groups,
         config,
-        "adamw",
+        checked_kind(config).layout,
         discrete=machine.discrete,
         ranks=ranks,
         made=made,

@@ -69,7 +69,7 @@ class Work:
         tokens: of the micro-batch.
         saved_bytes: activations that autograd holds at the end of the forward pass.
         block_bytes: recomputed activations of one block, if blocks are checkpointed; else 0.
-        loss_bytes: peak of logits and the tensors made of them, beside these, at the end of the forward pass.
+        loss_bytes: peak of the tensors that the loss's backward makes, beside these.
         outside_forward, outside_backward: work outside of blocks, as far as known.
     """
 
@@ -206,9 +206,9 @@ def _work(model: nn.Module, blocks: list[nn.Module], run: _Run) -> Work:
             (output if isinstance(output, torch.Tensor) else output.loss).backward()
         backward = counter.take()
     sizes = [nbytes for _, nbytes in saved.values()]
-    # The float32 logits kept by the loss are the largest. Backward makes as much again, beside the logits and their
-    # gradient in the compute dtype.
-    loss_bytes = max(sizes, default=0) * (1 + run.dtype.itemsize / torch.float32.itemsize)
+    # The float32 log-probabilities kept by the loss are the largest. Backward makes two more tensors of their size at
+    # once, whatever the model computes in: their gradient, and that of the logits.
+    loss_bytes = 2.0 * max(sizes, default=0)
     return Work(run.batch * run.seq, forward, backward, float(sum(sizes)), 0.0, loss_bytes)
 
 

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from infinity.config import Config, NvmeConfig
+from infinity.errors import ConfigError
 from infinity.kernels import scratch_bytes
 from infinity.schedule.budget import MemoryNeeds, MemorySplit
 from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill, promotion_order, share_there
@@ -187,16 +188,6 @@ class Rules:
             "zero_optimization.offload_param.device to nvme, or read them with in_place=False"
         )
 
-    def commit_problem(self) -> str:
-        """Return why steps cannot be kept on NVMe; empty if they can."""
-        if not (self.states.share_there or self.states.fills):
-            return ""
-        return (
-            "tiering.crash_consistent writes through what an update changes in host memory, but with "
-            "offload_optimizer.device none, ratio below 1 or tiering.fill_device, states are updated on the device: "
-            "set device to cpu or nvme, and leave the other two out"
-        )
-
     def no_sync_problem(self) -> str:
         """Return why a rank cannot hold the gradients of several passes before they are reduced; empty if it can."""
         if self.stage >= 2:
@@ -224,7 +215,7 @@ def rules_of(
         updates_in_backward: a unit is updated as soon as its gradients are final.
 
     Raises:
-        ConfigError: so many ranks cannot be divided into groups that share states.
+        ConfigError: so many ranks cannot be divided into groups that share states, or two keys contradict each other.
     """
     stage, params, states = config.zero.stage, config.zero.offload_param.device, config.zero.offload_optimizer.device
     sharing = config.zero.sharing(ranks)
@@ -250,13 +241,22 @@ def rules_of(
     fills = states_home is not Memory.DEVICE and may_fill(config, ranks, discrete=discrete, exact=exact)
     asked_there = share > 0 or (fills and config.tiering.fill_device is True)
     streams = discrete and states_home is not Memory.DEVICE
+    pass_host = config.aio.use_gds and discrete and home is Memory.NVME
+    if config.tiering.crash_consistent and (share > 0 or fills):
+        raise ConfigError(
+            "tiering.crash_consistent writes through what an update changes in host memory, but with "
+            "offload_optimizer.device none, ratio below 1 or tiering.fill_device, states are updated on the device: "
+            "set device to cpu or nvme, and leave the other two out"
+        )
+    if pass_host and config.tiering.checksum:
+        raise ConfigError("aio.use_gds reads past the host, where tiering.checksum would look: switch one of them off")
     return Rules(
         params=ParamRules(
             home=home,
             home_there=there,
             gathers=sharding.count > 1,
             ahead_numel=_ahead_numel(config, discrete=discrete) if sharding.count > 1 else 0,
-            pass_host=config.aio.use_gds and discrete and home is Memory.NVME,
+            pass_host=pass_host,
         ),
         grads=GradRules(
             reduces=ranks > 1,

@@ -67,11 +67,8 @@ def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Pl
         filled: units whose optimizer states come to the device after the first step; in `plan` they are there.
 
     Raises:
-        ConfigError: it has units that the simulation does not know, or `initialize` refuses it.
+        ConfigError: it has units that the simulation does not know.
     """
-    problem = plan.sizing.rules.commit_problem() if plan.sizing.keeps_steps else ""
-    if problem:
-        raise ConfigError(problem)
     tiles = plan.placement.tiles
     units = tuple(_unit(plan, unit, tiles[unit]) for unit in range(len(plan.units)))
     sizing, rules, homes = plan.sizing, plan.sizing.rules, plan.placement.grad_homes

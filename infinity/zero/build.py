@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.errors import ConfigError
 from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
 from infinity.kernels import cpus_near, share_threads
@@ -507,15 +506,13 @@ def _apart(plan: _Plan, arena: Arena) -> Device | None:
     """Return the path between parameters' homes and the compute device; None if both are one memory."""
     if plan.sizing.rules.site is Memory.DEVICE:
         return None
-    direct = _open_direct(plan.config, plan.link) if plan.sizing.rules.params.pass_host else None
+    direct = _open_direct(plan.link) if plan.sizing.rules.params.pass_host else None
     staging_bytes = plan.split.homes_bytes - plan.placement.host_homes_bytes(plan.sizing.specs)
     return Device(plan.link, arena.part(staging_bytes), direct)
 
 
-def _open_direct(config: Config, link: Link) -> DeviceReads | None:
+def _open_direct(link: Link) -> DeviceReads | None:
     """Return the path from the drive to the device past host memory, if there is one."""
-    if config.tiering.checksum:
-        raise ConfigError("aio.use_gds reads past the host, where tiering.checksum would look: switch one of them off")
     reader = link.device_reader()
     if isinstance(reader, str):
         _log.warning("aio.use_gds: parameters go through host memory: %s", reader)
@@ -578,11 +575,7 @@ def _open_run(plan: _Plan, facts: RunFacts) -> RunFiles | None:
     """Open the files that a later process can continue from, if configured. All ranks call this together."""
     if not plan.config.tiering.crash_consistent:
         return None
-    rules = plan.sizing.rules
-    problem = rules.commit_problem()
-    if problem:
-        raise ConfigError(problem)
-    return open_run([nvme.path for nvme in rules.drives], facts, plan.ranks)
+    return open_run([nvme.path for nvme in plan.sizing.rules.drives], facts, plan.ranks)
 
 
 def _open_disk(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> SwapSpace:

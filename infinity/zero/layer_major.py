@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import InfinityError
 from infinity.tiers import carried_stream
 from infinity.zero.coroutines import Coroutine, abandon, this_thread
 from infinity.zero.cuts import Cuts
@@ -56,18 +56,11 @@ class LayerMajor:
     """Run micro-batches together through the blocks of a model.
 
     Args:
+        partition: of a model that is a sequence of blocks.
         device: where the model computes.
-
-    Raises:
-        ConfigError: the model is not a sequence of blocks.
     """
 
     def __init__(self, model: nn.Module, partition: Partition, device: torch.device) -> None:
-        if not partition.blocks:
-            raise ConfigError(
-                f'tiering.accumulation is "layer" but the model ({type(model).__name__}) is no sequence of blocks (in '
-                f"an nn.ModuleList or nn.Sequential, or named by _no_split_modules): {INSTEAD}"
-            )
         self._blocks = partition.blocks
         self._device = device
         self._pass: _Pass | None = None

@@ -246,8 +246,8 @@ def size_up(
         drive_bytes: free space on the drives; None if unknown, and taken to be enough.
 
     Raises:
-        ConfigError: the model has no parameters, the state format does not fit the precision, or parameters cannot stay
-            in their files.
+        ConfigError: the model has no parameters, the state format does not fit the precision, parameters cannot stay in
+            their files, two keys contradict each other, or the model has no blocks for layer-major micro-batches.
     """
     dtype = compute_dtype(config)
     layout = state_layout(_format(config), optimizer)
@@ -279,6 +279,12 @@ def size_up(
         leaves=called_leaves(model, config.zero.leaf_modules),
     )
     accumulates = config.accumulates
+    layer_major = accumulates and config.tiering.accumulation == "layer"
+    if layer_major and not partition.blocks:
+        raise ConfigError(
+            f'tiering.accumulation is "layer" but the model ({type(model).__name__}) is no sequence of blocks (in an '
+            'nn.ModuleList or nn.Sequential, or named by _no_split_modules): set tiering.accumulation to "micro_batch"'
+        )
     there = _there(partition, rules.states.share_there)
     grad_dtype = _DTYPES[config.grad_accum_dtype] if accumulates else _held_dtype(config, rules)
     budget_bytes = min(device_bytes, config.tiering.device_memory_bytes or device_bytes)
@@ -304,7 +310,7 @@ def size_up(
         grad_dtype=grad_dtype,
         communication_dtype=_DTYPES[config.communication_data_type],
         tile_numel=_tile_numel(partition, layout, max(config.tiering.tile_size_bytes, rules.states.least_tile_bytes)),
-        layer_major=accumulates and config.tiering.accumulation == "layer",
+        layer_major=layer_major,
         initial_numel=max(_initial_numel(unit, made, rules) for unit in partition.units),
         embeddings=_embeddings(model),
     )

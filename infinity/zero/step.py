@@ -144,11 +144,7 @@ class Step:
         self.hooks = self._watch(model)
         self.layer_major: LayerMajor | None = None
         if runtime.sizing.layer_major:
-            try:
-                self.layer_major = LayerMajor(model, runtime.partition, runtime.link.device)
-            except BaseException:  # a refused model must keep no hooks
-                self.remove_hooks()
-                raise
+            self.layer_major = LayerMajor(model, runtime.partition, runtime.link.device)
         self.keeper: StepKeeper | None = None
         self.at_end: Callable[[], None] | None = None
         self._only_evaluates = not any(unit.trainable_numel for unit in runtime.partition.units)

@@ -169,6 +169,17 @@ print(available_memory_bytes(), memory_limit_bytes())
     assert limit == 700 * MIB
 
 
+def test_train_is_refused_where_the_container_would_kill_it(tmp_path, monkeypatch, capsys) -> None:
+    """What a control group of 700 MiB leaves, in which this training was killed at its first step."""
+    for user in ("infinity.cli.training.room", "infinity.zero.budgets"):
+        monkeypatch.setattr(f"{user}.available_memory_bytes", lambda: 412 * MIB)
+    (tmp_path / "text.txt").write_text("a tier is a memory " * 200)
+    model = ["train", "llama:160m", str(tmp_path / "text.txt"), "--nvme", str(tmp_path / "swap"), "--precision", "bf16"]
+    for budget in ([], ["--host-memory", "210MiB"]):
+        assert main([*model, "--steps", "1", "--no-save", *budget]) == 2
+        assert "host memory is too small: the processes of a machine take" in capsys.readouterr().err
+
+
 def test_env_shows_the_limit(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr("infinity.memory.memory_limit_bytes", lambda: 700 * MIB)
     monkeypatch.setattr("infinity.memory.available_memory_bytes", lambda: 300 * MIB)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -53,6 +55,18 @@ def test_masters_are_read_exactly(saved, tmp_path) -> None:
         file = tmp_path / ("model.safetensors" if safe else "pytorch_model.bin")
         assert all(torch.equal(read(file)[name], value) for name, value in masters.items())
         assert ("lm_head.weight" in read(file)) is not safe  # which transformers ties again
+
+
+def test_the_script_beside_checkpoints_needs_a_public_module_alone(saved, tmp_path, monkeypatch) -> None:
+    """Checkpoints outlive versions, so the script may import nothing that moves: this name is DeepSpeed's own."""
+    path, masters = saved
+    assert zero_to_fp32.SCRIPT == "from infinity.utils.zero_to_fp32 import main\n\nmain()\n"
+    script = tmp_path / zero_to_fp32.SCRIPT_NAME
+    script.write_text(zero_to_fp32.SCRIPT)
+    monkeypatch.setattr("sys.argv", [str(script), str(path), str(tmp_path), "--safe_serialization"])
+    runpy.run_path(str(script), run_name="__main__")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(value, masters[name]) for name, value in weights.items())
 
 
 def test_what_is_no_checkpoint_of_the_model_is_refused(saved, tmp_path) -> None:

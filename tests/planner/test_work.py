@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.config import load_config
@@ -93,6 +99,56 @@ def test_checkpointing_saves_little_and_computes_again() -> None:
 def test_tiles_do_the_work_of_the_layers_that_they_are_of(checkpointing) -> None:
     whole, tiled = (work_of(stand_in(Shape(3, 64, 512), n), checkpointing=checkpointing) for n in (1, 4))
     assert tiled.forward.total_flops == whole.forward.total_flops
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes that tensors made inside have had at once, without views of a model's parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.peak = 0
+        self._params = {param.untyped_storage()._cdata for param in model.parameters()}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._params:
+                    self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._storages.values()))
+        return out
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_real_pass_has_no_more_activations_at_once_than_are_counted(dtype, checkpointing) -> None:
+    """With a vocabulary, whose log-probabilities and two gradients are in float32 at once."""
+    vocabulary, blocks, width = 20_000, 3, 64
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=160,
+        num_hidden_layers=blocks,
+        num_attention_heads=4,
+        vocab_size=vocabulary,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    partition = plan_training(model, load_config(CONFIG), Machine()).sizing.partition
+    work = count_work(model, partition, dtype, 2, SEQ, checkpointing=checkpointing)
+    model.to(dtype)
+    if checkpointing:
+        for block in model.model.layers:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for param in model.parameters():  # gradients leave as they come
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    ids = torch.zeros(2, SEQ, dtype=torch.long)
+    with Alive(model) as alive:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert 0.9 * work.activation_bytes < alive.peak <= work.activation_bytes + 0.01 * 4 * vocabulary * 2 * SEQ
 
 
 def test_the_model_is_as_it_was() -> None:

@@ -133,9 +133,3 @@ def test_units_that_the_simulation_does_not_know_are_refused(tmp_path: Path) -> 
     plan = replace(plan, sizing=replace(plan.sizing, specs=specs))
     with pytest.raises(ConfigError, match="cannot be simulated"):
         planned_of(plan, load_config(config_of(ALL["tight"], tmp_path, LARGE)))
-    there = Case("cpu", "nvme", device="discrete", tiering=_KEPT)
-    values = config_of(there, tmp_path, LARGE)
-    values["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
-    plan = plan_training(Counted(), load_config(values), Machine(device_bytes=1 << 30))
-    with pytest.raises(ConfigError, match="crash_consistent writes through"):
-        planned_of(plan, load_config(values))

@@ -7,13 +7,24 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
 from infinity.config import load_config, with_values
 from infinity.errors import CapacityError, ConfigError
 from infinity.memory import available_memory_bytes, free_bytes
-from infinity.planner import Machine, TrainingPlan, Work, count_work, drives_here, free_on, plan_with_room
+from infinity.planner import (
+    Machine,
+    TrainingPlan,
+    Work,
+    count_work,
+    drives_here,
+    estimate,
+    free_on,
+    host_problem,
+    plan_with_room,
+)
 from infinity.zero.ranks import Ranks
 from infinity.zero.sizing import compute_dtype
 
@@ -32,17 +43,15 @@ def with_room(
     """The configuration with budgets that are "auto" made small enough for activations and gradients.
 
     All ranks call this together. A model whose work cannot be counted keeps its budgets: `initialize` chooses them.
+
+    Raises:
+        CapacityError: host memory has no room for the processes of a machine, on all ranks if on one.
     """
     config = load_config(values, world_size=ranks.size)
-    discrete = device.type != "cpu"
-    if config.tiering.host_memory_bytes is not None and (
-        not discrete or config.tiering.device_memory_bytes is not None
-    ):
-        return dict(values)
     machine = Machine(
         ranks.size,
         ranks.neighbours,
-        free_bytes(device) if discrete else None,
+        free_bytes(device) if device.type != "cpu" else None,
         drive_bytes=free_on(drives_here(config)),
     )
 
@@ -50,11 +59,18 @@ def with_room(
         partition, batch = plan.sizing.partition, config.micro_batch_size
         return count_work(model, partition, compute_dtype(config), batch, seq_len, checkpointing=checkpointing)
 
+    available, problem = available_memory_bytes(), ""
     try:
-        found = plan_with_room(model, config, machine, count, available_memory_bytes())[0].tiering
-        budgets = {"host_memory": found.host_memory_bytes, "device_memory": found.device_memory_bytes}
+        roomy, plan, work = plan_with_room(model, config, machine, count, available)
+        libraries = psutil.Process().memory_info().rss
+        needs = estimate(plan, work, libraries)
+        problem = host_problem(plan, needs, available + libraries * machine.neighbours)
+        found = roomy.tiering
     except (CapacityError, ConfigError) as error:
         _log.info("budgets are chosen without a look at activations: %s", error)
-        budgets = {"host_memory": config.tiering.host_memory_bytes, "device_memory": config.tiering.device_memory_bytes}
+        found = config.tiering
+    if not ranks.least(int(not problem)):
+        raise CapacityError(problem or "host memory is too small for another rank; its message has the numbers")
+    budgets = {"host_memory": found.host_memory_bytes, "device_memory": found.device_memory_bytes}
     agreed = {key: ranks.least(sys.maxsize if nbytes is None else nbytes) for key, nbytes in budgets.items()}
     return with_values(values, {f"tiering.{key}": nbytes for key, nbytes in agreed.items() if nbytes < sys.maxsize})
