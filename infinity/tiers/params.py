@@ -128,11 +128,6 @@ class Params:
         """Return this rank's shard for changes; valid from `host_wait`, which follows `open_host`, to `close_host`."""
         return self.units[unit].shard
 
-    @property
-    def budget(self) -> str:
-        """Configuration key of the memory that the model computes in."""
-        return "tiering.host_memory" if self._device is None else "tiering.device_memory"
-
     # First values #
 
     def create(self, unit: int) -> bool:

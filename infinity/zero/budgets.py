@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from infinity.config import Config, format_size, size_to_set
 from infinity.errors import CapacityError
 from infinity.memory import Budget, Ledger, available_memory_bytes
-from infinity.schedule import MemoryNeeds, MemorySplit, alone
+from infinity.schedule import MemoryNeeds, MemorySplit, alone, gather_more, raise_memory
 from infinity.zero.ranks import ALONE, Ranks, ranks_on_this_machine
 from infinity.zero.sizing import Sizing
 
@@ -61,12 +63,14 @@ class DeviceBudgets:
         params: units that come and go.
         grads: gradients that stay until their update.
         sums: those of several micro-batches, which leave once, or are sent to the replicas once.
+        advice: says what to raise in the configuration for so many more bytes of `params`.
     """
 
     ledger: Ledger
     params: Budget
     grads: Budget
     sums: Budget
+    advice: Callable[[int], str]
 
 
 def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Ledger, free_bytes: int) -> DeviceBudgets:
@@ -95,7 +99,16 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
         payer.open("parameters", moving_bytes),
         payer.open_within("gradients on the device", share.grads_most),
         payer.open_within("sums of gradients", sums_bytes),
+        _advice(sizing, moving_bytes),
     )
+
+
+def _advice(sizing: Sizing, moving_bytes: int) -> Callable[[int], str]:
+    """Return what says which setting limits the memory for units that come and go."""
+    ahead_numel = sizing.rules.params.ahead_numel
+    if sizing.rules.params.gathers and moving_bytes >= sizing.params.computed.most:
+        return partial(gather_more, ahead_numel, sizing.largest.dtype.itemsize)
+    return partial(raise_memory, "tiering.host_memory" if sizing.rules.one_memory else "tiering.device_memory")
 
 
 def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> tuple[int, int]:

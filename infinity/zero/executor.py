@@ -79,6 +79,7 @@ class Executor:
         grads: gradients of units that are updated in host memory.
         in_flight: runs the updates.
         cycle: the recorded uses and the plan.
+        advice: says what to raise in the configuration for so many more bytes of parameters.
         ranks: the ranks among which units are sharded.
     """
 
@@ -92,6 +93,7 @@ class Executor:
         pipeline: UpdatePipeline,
         cycle: Cycle,
         counters: Counters,
+        advice: Callable[[int], str],
         ranks: Ranks = ALONE,
     ) -> None:
         self.views = views
@@ -106,7 +108,7 @@ class Executor:
             units,
             cycle,
             params.ledger,
-            params.budget,
+            advice,
             len(grads.slots),
             grads.leased,
             writes_all=params.keeps_steps,
