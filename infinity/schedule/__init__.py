@@ -1,7 +1,7 @@
 """Pure decisions: which bytes are where, and when. No tensor, no disk, no clock."""
 
 from infinity.schedule.ahead import Ahead
-from infinity.schedule.budget import MemoryNeeds, MemorySplit, alone, gather_more, raise_memory, split_memory
+from infinity.schedule.budget import MemoryNeeds, MemorySplit, alone, raise_memory, split_memory
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.next_use import NextUse
 from infinity.schedule.plan import Plan, PlanStep, make_plan
@@ -15,7 +15,6 @@ __all__ = [
     "Plan",
     "PlanStep",
     "alone",
-    "gather_more",
     "make_plan",
     "raise_memory",
     "split_memory",

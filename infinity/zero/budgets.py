@@ -9,7 +9,8 @@ from functools import partial
 from infinity.config import Config, format_size, size_to_set
 from infinity.errors import CapacityError
 from infinity.memory import Budget, Ledger, available_memory_bytes
-from infinity.schedule import MemoryNeeds, MemorySplit, alone, gather_more, raise_memory
+from infinity.schedule import MemoryNeeds, MemorySplit, alone
+from infinity.schedule.placement import room_advice
 from infinity.zero.ranks import ALONE, Ranks, ranks_on_this_machine
 from infinity.zero.sizing import Sizing
 
@@ -99,16 +100,8 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
         payer.open("parameters", moving_bytes),
         payer.open_within("gradients on the device", share.grads_most),
         payer.open_within("sums of gradients", sums_bytes),
-        _advice(sizing, moving_bytes),
+        partial(room_advice, sizing.rules, sizing.params, sizing.largest.dtype.itemsize, moving_bytes),
     )
-
-
-def _advice(sizing: Sizing, moving_bytes: int) -> Callable[[int], str]:
-    """Return what says which setting limits the memory for units that come and go."""
-    ahead_numel = sizing.rules.params.ahead_numel
-    if sizing.rules.params.gathers and moving_bytes >= sizing.params.computed.most:
-        return partial(gather_more, ahead_numel, sizing.largest.dtype.itemsize)
-    return partial(raise_memory, "tiering.host_memory" if sizing.rules.one_memory else "tiering.device_memory")
 
 
 def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> tuple[int, int]:
