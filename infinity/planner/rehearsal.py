@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from infinity.memory import Budget
 from infinity.planner.lanes import Machine, Process, Speeds, Task, Until
 from infinity.planner.rehearsed_worker import OPTIMIZER, READ, WRITE, Ticket, Worker
 from infinity.planner.step_work import StepWork, TileWork, UnitWork
-from infinity.schedule import Cycle
+from infinity.schedule import Cycle, raise_memory
 from infinity.schedule.actions import (
     Action,
     AwaitAnyUpdate,
@@ -223,7 +224,7 @@ class Stage:
             self._rows,
             cycle,
             self._budget,
-            "the memory for parameters",
+            partial(raise_memory, "the memory for parameters"),
             memory.slots,
             memory.in_slots,
             writes_all=work.writes_all,

@@ -1,6 +1,6 @@
 """Pure decisions: which bytes are where, and when. No tensor, no disk, no clock."""
 
-from infinity.schedule.budget import MemoryNeeds, MemorySplit, alone, split_memory
+from infinity.schedule.budget import MemoryNeeds, MemorySplit, alone, raise_memory, split_memory
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.next_use import NextUse
 from infinity.schedule.plan import Ahead, Plan, PlanStep, make_plan
@@ -15,5 +15,6 @@ __all__ = [
     "PlanStep",
     "alone",
     "make_plan",
+    "raise_memory",
     "split_memory",
 ]

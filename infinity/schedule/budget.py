@@ -177,6 +177,17 @@ def _further(needs: MemoryNeeds) -> str:
     return "".join(f", {name} {format_size(nbytes)}" for name, nbytes in parts.items() if nbytes)
 
 
+def raise_memory(key: str, more_bytes: int) -> str:
+    """Return advice to raise the budget of a memory."""
+    return f"raise {key} by {more_bytes} bytes ({size_to_set(more_bytes)}), of which parameters get a part"
+
+
+def gather_more(ahead_numel: int, itemsize: int, more_bytes: int) -> str:
+    """Return advice to raise the limit on gathered units, where memory is not what limits them."""
+    numel = ahead_numel + -(-more_bytes // itemsize)
+    return f"raise zero_optimization.stage3_prefetch_bucket_size to {numel} elements"
+
+
 def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool, at_once: int = 1) -> str:
     """Return advice about a unit that no schedule can fit; empty if it would fit.
 

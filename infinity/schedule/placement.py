@@ -29,7 +29,7 @@ import torch
 from infinity.config import Config, NvmeConfig
 from infinity.errors import ConfigError
 from infinity.kernels import scratch_bytes
-from infinity.schedule.budget import MemoryNeeds, MemorySplit
+from infinity.schedule.budget import MemoryNeeds, MemorySplit, gather_more, raise_memory
 from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill, promotion_order, share_there
 from infinity.tiers import ARRIVING_UNITS, FlatSpec, GradHomes, Memory, Sharding
 
@@ -442,6 +442,19 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     images = sum(spec.shard_nbytes for spec in specs) if need_images else 0
     least = staging + (0 if rules.params.home is Memory.NVME else homes)
     return ParamBytes(computed, Share(0, least, max(staging, images) + homes), staging)
+
+
+def room_advice(rules: Rules, params: ParamBytes, itemsize: int, moving_bytes: int, more_bytes: int) -> str:
+    """Return which setting gives units that are fetched and evicted more room.
+
+    Args:
+        itemsize: of a parameter.
+        moving_bytes: their memory.
+        more_bytes: how much more is needed.
+    """
+    if rules.params.gathers and moving_bytes >= params.computed.most:
+        return gather_more(rules.params.ahead_numel, itemsize, more_bytes)
+    return raise_memory("tiering.host_memory" if rules.one_memory else "tiering.device_memory", more_bytes)
 
 
 def _together_bytes(moving: Sequence[FlatSpec]) -> int:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, NoReturn
 
-from infinity.config.sizes import format_size, size_to_set
+from infinity.config.sizes import format_size
 from infinity.errors import CapacityError
 from infinity.memory import Budget
 from infinity.schedule.actions import (
@@ -80,7 +80,7 @@ class Scheduler:
         rows: of all units.
         cycle: the recorded uses and the plan.
         budget: the ledger of memory for units that are evicted and fetched; the executor updates it.
-        budget_key: its key in the configuration.
+        advice: says what to raise in the configuration for so many more bytes of it.
         gradient_slots: how many units that may spill have memory for gradients at once.
         in_slots: units whose gradients have such memory, the longest first; the executor updates it.
         writes_all: write each update to NVMe.
@@ -98,7 +98,7 @@ class Scheduler:
         rows: Sequence[UnitState],
         cycle: Cycle,
         budget: Budget,
-        budget_key: str,
+        advice: Callable[[int], str],
         gradient_slots: int = 0,
         in_slots: Collection[int] = (),
         *,
@@ -112,7 +112,7 @@ class Scheduler:
         self.planned: deque[tuple[str, int]] = deque()
         self.blocked: dict[UnitState, None] = {}
         self._budget = budget
-        self._budget_key = budget_key
+        self._advice = advice
         self._gradient_slots = gradient_slots
         self._in_slots = in_slots
         self._writes_all = writes_all
@@ -262,8 +262,7 @@ class Scheduler:
         more_bytes = row.nbytes + sum(others.values())
         raise CapacityError(
             f"unit `{row.name}` needs {format_size(row.nbytes)} but {', '.join(others)} are in use together and fill "
-            f"the {format_size(self.cycle.capacity_bytes)} for parameters: raise {self._budget_key} by "
-            f"{more_bytes} bytes ({size_to_set(more_bytes)}), of which parameters get a part"
+            f"the {format_size(self.cycle.capacity_bytes)} for parameters: {self._advice(more_bytes)}"
         )
 
     # Updates #

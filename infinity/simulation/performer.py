@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
-from infinity.schedule import Cycle, actions
+from infinity.schedule import Cycle, actions, raise_memory
 from infinity.schedule.scheduler import Scheduler
 from infinity.simulation.clock import Clock
 from infinity.simulation.gradients import GradMemory
@@ -76,7 +77,7 @@ class Performer:
             self.rows,
             self.cycle,
             self.budget,
-            "tiering.host_memory",
+            partial(raise_memory, "tiering.host_memory"),
             config.slots,
             self.grads.leased,
             writes_all=config.keeps,

@@ -108,11 +108,6 @@ class Params:
         for each in self.units:
             each.computed_on.pins = int(each in units)
 
-    @property
-    def budget(self) -> str:
-        """Configuration key of the memory that the model computes in."""
-        return "tiering.host_memory" if self._device is None else "tiering.device_memory"
-
     # First values #
 
     def create(self, each: UnitParams) -> bool:

@@ -7,12 +7,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from infinity.config import Config, format_size, size_to_set
 from infinity.errors import CapacityError
 from infinity.memory import Budget, Ledger, available_memory_bytes
 from infinity.schedule import MemoryNeeds, MemorySplit, alone
+from infinity.schedule.placement import room_advice
 from infinity.tiers.swap_file import remove_stale
 from infinity.zero.ranks import ALONE, Ranks, least_of, ranks_on_this_machine
 from infinity.zero.sizing import Sizing
@@ -68,12 +70,14 @@ class DeviceBudgets:
         params: units that come and go.
         grads: gradients that stay until their update.
         sums: those of several micro-batches, which leave once, or are sent to the replicas once.
+        advice: says what to raise in the configuration for so many more bytes of `params`.
     """
 
     ledger: Ledger
     params: Budget
     grads: Budget
     sums: Budget
+    advice: Callable[[int], str]
 
 
 def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Ledger, free_bytes: int) -> DeviceBudgets:
@@ -99,6 +103,7 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
         payer.open("parameters", moving_bytes),
         payer.open_within("gradients on the device", share.grads_most),
         payer.open_within("sums of gradients", sums_bytes),
+        partial(room_advice, sizing.rules, sizing.params, sizing.largest.dtype.itemsize, moving_bytes),
     )
 
 

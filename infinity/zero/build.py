@@ -411,7 +411,8 @@ def _make_executor(
     ]
     in_flight = InFlight(params, grads.host, pipeline, memory.counters, on_device)
     sharing = plan.groups.sharing
-    return Executor(units, views, params, grads.host, in_flight, pipeline, cycle, memory.counters, sharing)
+    advice = memory.there.advice
+    return Executor(units, views, params, grads.host, in_flight, pipeline, cycle, memory.counters, advice, sharing)
 
 
 @contextmanager

@@ -81,6 +81,7 @@ class Executor:
         in_flight: runs the updates.
         pipeline: the optimizer's queue.
         cycle: the recorded uses and the plan.
+        advice: says what to raise in the configuration for so many more bytes of parameters.
         ranks: the ranks among which units are sharded.
     """
 
@@ -94,6 +95,7 @@ class Executor:
         pipeline: UpdatePipeline,
         cycle: Cycle,
         counters: Counters,
+        advice: Callable[[int], str],
         ranks: Ranks = ALONE,
     ) -> None:
         self.views = views
@@ -108,7 +110,7 @@ class Executor:
             units,
             cycle,
             params.ledger,
-            params.budget,
+            advice,
             len(grads.slots),
             grads.leased,
             writes_all=params.keeps_steps,

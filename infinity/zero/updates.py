@@ -232,9 +232,9 @@ class Updates:
         while (complete := self._gradients.try_add(addend)) is None:
             if not self._make_room(addend.unit):
                 raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{self._partition.units[addend.unit].name}`: "
-                    "raise tiering.host_memory, or set tiering.update_schedule to deferred, which has room for the "
-                    "gradients of all units"
+                    f"no host memory is left for the gradients of unit `{self._partition.units[addend.unit].name}`, as "
+                    "several modules that are used more than once wait for gradients: set tiering.update_schedule to "
+                    "deferred, which has room for the gradients of all units, or checkpoint with use_reentrant=False"
                 )
         return complete
 

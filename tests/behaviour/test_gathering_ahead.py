@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import infinity
 from infinity.zero.ranks import Ranks
@@ -92,3 +94,47 @@ def test_what_is_ahead_is_the_same_on_all_ranks_and_within_the_budget(tmp_path: 
         assert ran.losses == one.losses
         for name, weight in ran.weights.items():
             assert torch.equal(weight, one.weights[name]), name
+
+
+class Penalty(nn.Module):
+    """The root, which has no parameters of its own, reads all of them in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x.square().mean() + 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
+
+
+def train_with_room(numel: int | None) -> list[float]:
+    """Return the losses."""
+    config = Recipe("fp32").config(Placement("cpu", "cpu"))
+    if numel is not None:
+        config["zero_optimization"]["stage3_prefetch_bucket_size"] = numel
+    losses = []
+    with infinity.initialize(model=Penalty(), config=config)[0] as engine:
+        for x in torch.randn(STEPS, 4, 64, generator=torch.Generator().manual_seed(0)):
+            engine.backward(loss := engine(x))
+            losses.append(loss.item())
+            engine.step()
+    return losses
+
+
+def train_as_told() -> list[float]:
+    """Return the losses with the room that the refusal names."""
+    with pytest.raises(infinity.CapacityError, match=r"blocks.0, blocks.1.* are in use together") as refused:
+        train_with_room(None)
+    told = re.search(r"raise zero_optimization.stage3_prefetch_bucket_size to (\d+) elements", str(refused.value))
+    assert told is not None, refused.value
+    return train_with_room(int(told[1]))
+
+
+def test_units_that_are_used_together_get_the_room_that_the_refusal_names(tmp_path: Path) -> None:
+    """Memory is not what limits gathered units, and more of it would not help."""
+    alone = train_with_room(None)
+    for losses in run_ranks(2, train_as_told, path=tmp_path):
+        assert losses == pytest.approx(alone, rel=1e-5)

@@ -463,6 +463,32 @@ def test_a_module_that_reads_all_weights_needs_room_for_them(tmp_path: Path) -> 
     assert_trains_as_plainly(PenaltyInForward, tmp_path, settings=config(tmp_path, "1MiB"), stays=True)
 
 
+class SiameseReentrant(Chain):
+    """Two passes through all blocks, so that all of them wait for the second part of their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = x, x.flip(0)
+        for block in self.blocks:
+            first = checkpoint(block, first, use_reentrant=True)
+        for block in self.blocks:
+            second = checkpoint(block, second, use_reentrant=True)
+        return first * second
+
+
+def test_gradients_that_wait_for_one_another_get_room_as_the_refusal_says(tmp_path: Path) -> None:
+    """More memory would not help: the schedule has room for a few units."""
+    settings = config(tmp_path, "1GiB")
+    engine, *_ = infinity.initialize(model=SiameseReentrant(), config=settings)
+    with engine, pytest.raises(infinity.CapacityError, match=r"set tiering.update_schedule to deferred") as refused:
+        engine.backward(loss_of(engine, batches()[0].requires_grad_()))
+    assert "host_memory" not in str(refused.value)
+    settings["tiering"]["update_schedule"] = "deferred"
+    assert_trains_as_plainly(SiameseReentrant, tmp_path, settings=settings, stays=True)
+
+
 # Other loops #
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
-from infinity.schedule import Cycle
+from infinity.schedule import Cycle, raise_memory
 from infinity.schedule.actions import (
     AwaitAnyUpdate,
     AwaitFetch,
@@ -90,7 +91,8 @@ class World:
         self.units = [Unit(self, index, size) for index, size in enumerate(self.sizes)]
         self.budget = Budget("memory", self.capacity)
         cycle = Cycle(self.sizes, [True] * len(self.sizes), self.capacity)
-        self.scheduler = Scheduler(self.units, cycle, self.budget, "tiering.host_memory", self.slots, self.in_slots)
+        advice = partial(raise_memory, "tiering.host_memory")
+        self.scheduler = Scheduler(self.units, cycle, self.budget, advice, self.slots, self.in_slots)
 
     def on(self, event: Event) -> bool:
         action = None
