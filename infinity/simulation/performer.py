@@ -329,13 +329,12 @@ class Performer:
         if row.spec.ahead > self.images + sum(each.images for each in later):
             return False
         later.sort(key=lambda each: each.needed)
-        while row.spec.ahead > self.images:
+        while row.spec.ahead > self.images and later:
             ticket = later.pop()
-            withdrawn = self.worker.withdraw(ticket)
-            assert withdrawn
-            self._decide(ticket.row)
-            self._note(ticket)
-        return True
+            if self.worker.withdraw(ticket):  # not if the worker has chosen it while another one was withdrawn
+                self._decide(ticket.row)
+                self._note(ticket)
+        return row.spec.ahead <= self.images
 
     def _decide(self, row: Row) -> Ahead:
         ahead = row.ahead

@@ -6,14 +6,41 @@ from dataclasses import replace
 from random import Random
 
 from infinity.simulation.clock import Tempo
-from infinity.simulation.model import SCHEDULES, STAGING_UNITS, Config, Loop, RankSpec, Scenario, UnitSpec, calls_of
+from infinity.simulation.model import (
+    SCHEDULES,
+    STAGING_UNITS,
+    Call,
+    Config,
+    Death,
+    Loop,
+    RankSpec,
+    Scenario,
+    UnitSpec,
+    calls_of,
+)
 
 
-def draw(seed: int, *, steps: int = 12) -> Scenario:
-    """The scenario of a seed."""
+def draw(seed: int, *, steps: int = 12, deaths: float = 0.0) -> Scenario:
+    """The scenario of a seed.
+
+    Args:
+        deaths: share of the calls in which a process dies, in scenarios that commit each step; some die anyway.
+    """
     random = Random(seed)
     config, loop = _Drawn(random).world()
-    return Scenario(_varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps), seed)
+    scenario = Scenario(_varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps), seed)
+    return _with_deaths(scenario, deaths) if config.keeps and deaths else scenario
+
+
+def _with_deaths(scenario: Scenario, share: float) -> Scenario:
+    config, random = scenario.config, Random(scenario.seed)
+    longest = 8 * len(config.units)
+    calls: list[Call] = []
+    for call in scenario.calls:
+        if random.random() < share:
+            calls.append(Death(random.randrange(len(config.ranks)), random.randint(1, longest)))
+        calls.append(call)
+    return replace(scenario, calls=tuple(calls))
 
 
 def _varied(config: Config, random: Random) -> Config:
