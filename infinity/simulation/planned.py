@@ -94,7 +94,8 @@ def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Pl
     )
     loop = Loop(
         tuple(point.units for point in sizing.partition.hook_points if point.units),
-        accumulation=1 if sizing.layer_major else config.gradient_accumulation_steps,
+        accumulation=config.gradient_accumulation_steps,
+        layer_major=config.gradient_accumulation_steps if sizing.layer_major else 0,
         norms=_norms(config),
         rare=(0.05, 0.2, 0.4),
         settles=rules.settles,
@@ -191,7 +192,7 @@ def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: in
     if rules.activations_bytes:
         yield "saved activations are not moved"
     if sizing.layer_major:
-        yield f"layer-major accumulation: {micro} micro-batches are simulated as one pass"
+        yield "layer-major accumulation: each module that uses a unit is simulated as a block"
     if micro > 1 and (rules.grads.sums_there or rules.grads.sums_once):
         yield "sums of gradients on the device: the gradients of each micro-batch are simulated to leave it"
     if sizing.there:

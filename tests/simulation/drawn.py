@@ -28,6 +28,9 @@ def draw(seed: int, *, steps: int = 12, deaths: float = 0.0) -> Scenario:
     """
     random = Random(seed)
     config, loop = _Drawn(random).world()
+    others = Random(-2 - seed)
+    if not config.shared_bytes and others.random() < 0.15:  # gradients of several units are open at once
+        loop = replace(loop, layer_major=others.randint(2, 3))
     scenario = Scenario(_varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps), seed)
     return _with_deaths(scenario, deaths) if config.keeps and deaths else scenario
 

@@ -26,6 +26,7 @@ from infinity.simulation import performer as performer_module
 from infinity.simulation import rank as rank_module
 from infinity.simulation.clock import Tempo
 from infinity.simulation.gradients import GradMemory
+from infinity.simulation.layer_major import LayerMajorPass
 from infinity.simulation.model import Config, Fault, Look, Pass, RankSpec, Scenario, Step, UnitSpec
 from infinity.simulation.performer import Performer
 from infinity.simulation.rank import Rank
@@ -35,6 +36,7 @@ from infinity.simulation.worker import Worker
 from infinity.tiers import Residency
 from infinity.tiers.copies import State
 from infinity.zero.gathering import Gathering
+from infinity.zero.rounds import Rounds
 from tests.simulation.drawn import draw
 
 Change = tuple[Any, Any, Any]  # an owner, one of its attributes or entries, and what takes its place
@@ -68,8 +70,10 @@ MUTANTS: dict[str, Mutant] = {}
 SEEDS = {
     "blocked_while_stored": 79,
     "clipped_stands": 36,
+    "complete_after_last_use": 26,
+    "complete_after_one": 12,
     "error_swallowed": 48,
-    "fetch_forgotten": 41,
+    "fetch_forgotten": 84,
     "made_forgotten": 33,
     "old_unit_not_awaited": 124,
     "pins_stay": 18,
@@ -342,6 +346,23 @@ def _first_must_be_ready(self: Any, distance: Callable[[Any], int]) -> Any:
 def _begun_stays(self: Any, update: Any) -> None:
     update.begun = True
     self.updates.insert(0, update)
+
+
+# Layer-major micro-batches #
+
+
+@_mutant("a unit that is used twice is complete once micro-batches have left its last use", Rounds, "uses")
+def _complete_after_last_use(self: Any, units: Any) -> None:
+    self._first_use |= dict.fromkeys(units, self.running)
+
+
+@_mutant("a unit is complete once the first micro-batch has left it", LayerMajorPass, "_backward")
+def _complete_after_one(original: Any, self: Any, micro_batch: Any, round_index: int | None) -> None:
+    original(self, micro_batch, round_index)
+    if round_index is not None and any(at < round_index for at in micro_batch.entered):
+        self._complete([unit for unit in self._call.uses[micro_batch.entered[round_index]] if unit in self._first_use])
+        for unit in self._call.uses[micro_batch.entered[round_index]]:
+            self._first_use.pop(unit, None)
 
 
 # Ranks #
