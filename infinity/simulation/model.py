@@ -9,7 +9,7 @@ from infinity.simulation.clock import Tempo
 
 SCHEDULES = ("backward", "deferred", "speculative", "barrier")
 STAGING_UNITS = 3  # as in infinity/schedule/placement.py
-FAULTS = ("fetch", "write", "update", "spill", "unspill")
+FAULTS = ("fetch", "write", "update", "spill", "unspill", "states read", "states write")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class UnitSpec:
         made: its first values are made in memory.
         streams: its gradients leave the device while that computes on.
         host: its home is host memory, apart from what is computed on; else a drive.
+        stored: tiles, the first ones, whose optimizer states live on the drive and pass through the ring.
         parts: some of its gradients come with each use in a pass; else their sum comes with the last one.
     """
 
@@ -44,6 +45,7 @@ class UnitSpec:
     streams: bool = False
     host: bool = False
     parts: bool = False
+    stored: int = 0
 
     @property
     def beside(self) -> bool:
@@ -70,6 +72,7 @@ class Config:
         images: tiles of before-images that there is room for.
         ahead_bytes: of units that are gathered ahead, beyond the next one.
         staging_bytes: host memory that units pass through where the device has a memory of its own; 0 if it has none.
+        ring: slots for tiles of optimizer states on their way.
         gathers: each of several ranks has a part of every unit, and all parts are gathered for a use.
     """
 
@@ -83,6 +86,7 @@ class Config:
     ahead_bytes: int = 0
     staging_bytes: int = 0
     gathers: bool = True
+    ring: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from random import Random
 
 from infinity.config import Config as Configuration
 from infinity.errors import ConfigError
+from infinity.optim.pipeline import LEAST_SLOTS
 from infinity.planner import TrainingPlan
 from infinity.schedule.placement import Home, cut_into_tiles
 from infinity.simulation.clock import Tempo
@@ -91,6 +92,7 @@ def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Pl
         # Of shards, where the simulation moves whole units.
         staging_bytes=0 if rules.site is Memory.DEVICE else sizing.params.staging * rules.sharding.count,
         gathers=gathers,
+        ring=LEAST_SLOTS,
     )
     loop = Loop(
         tuple(point.units for point in sizing.partition.hook_points if point.units),
@@ -129,8 +131,8 @@ def _unit(plan: TrainingPlan, unit: int, homes: list[Home]) -> UnitSpec:
     old_params = ""
     if trained and not there and sizing.schedule is UpdateSchedule.SPECULATIVE:
         old_params = _old_params(plan, has_slots=has_slots and moves, all_stored=stored == len(homes))
-    in_slots = -(-stored * tiles // max(1, len(homes))) if old_params in ("slots", "states") else 0
-    ahead = in_slots or tiles
+    on_drive = -(-stored * tiles // max(1, len(homes)))
+    ahead = (on_drive if old_params in ("slots", "states") else 0) or tiles
     return UnitSpec(
         nbytes=spec.nbytes,
         tiles=tiles,
@@ -145,6 +147,7 @@ def _unit(plan: TrainingPlan, unit: int, homes: list[Home]) -> UnitSpec:
         streams=sizing.rules.grads.stream and not there,
         host=host,
         parts=unit in sizing.shards.standing,
+        stored=on_drive if trained and not there else 0,
     )
 
 
@@ -182,7 +185,7 @@ def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: in
     in_memory = sum(home.memory is Memory.HOST for home in plan.placement.params)
     micro = config.gradient_accumulation_steps
     if any(home.memory is Memory.NVME for home in plan.placement.tiles):
-        yield "optimizer states are not read and written: the ring of tiles and its read-ahead are not simulated"
+        yield f"the ring of optimizer states has {LEAST_SLOTS} slots, the least that the engine takes"
     if most_tiles > _MOST_TILES:
         yield f"{_MOST_TILES} tiles of a unit are told apart, which has up to {most_tiles}"
     if ranks < plan.machine.ranks:

@@ -196,7 +196,7 @@ class Rank(Performer):
         if self._runs_ahead:
             self._begin_ahead()
         if self._runs_ahead or (self._last and self._schedule == "backward"):
-            self.worker.queue.expect(list(dict.fromkeys(self._finals)))
+            self.worker.expect(list(dict.fromkeys(self._finals)))
             self._finals = []
 
     def backward_use(self, call: Pass, position: int, left: Counter[int] | None = None) -> None:
@@ -359,7 +359,7 @@ class Rank(Performer):
     # Updates #
 
     def _due(self, row: Row, *, clips: bool) -> Due:
-        return Due(row.wanted + 1, (self.step, self._added[row.index]), clips)
+        return Due(row.wanted + 1, row.updates + 1, (self.step, self._added[row.index]), clips)
 
     def _update(self, row: Row, *, clips: bool = False) -> None:
         """Update the unit as soon as its values are in memory; what ran ahead is its update."""
@@ -371,6 +371,7 @@ class Rank(Performer):
             row.due = due
             self._gathering.changed(row.index)
         row.wanted += 1
+        row.updates += 1
         del self._added[row.index]
         self._asked.pop(row, None)
         self._asked[row] = None
@@ -409,7 +410,7 @@ class Rank(Performer):
         others = [row.index for row in rows if row.ahead is None or clips]
         self.undo(*others)
         if self._schedule != "barrier":
-            self.worker.queue.expect(others)
+            self.worker.expect(others)
         for row in rows:
             self._update(row, clips=clips)
 
@@ -444,6 +445,7 @@ class Rank(Performer):
         """What the drives have now stays there until the next call."""
         for row in self.rows:
             row.protected = list(row.home)
+        self.states.protect()
 
     def _before_updates(self) -> None:
         """Updates are about to begin: what the last step has made must be kept before it is overwritten."""
@@ -545,6 +547,7 @@ class Rank(Performer):
             self.drain()
         while self.clock.is_busy:
             self.clock.wait_for_next()
+        self.states.close()
         self._gathering.end_cycle()
         for row in self.rows:
             if row.ticket is None and not self.failed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+from infinity.optim.pipeline import LEAST_SLOTS
 from infinity.simulation.clock import Tempo
 from infinity.simulation.model import (
     SCHEDULES,
@@ -50,7 +51,14 @@ def _varied(config: Config, random: Random) -> Config:
     """Where the device has a memory of its own, some units live in the host's; gradients of some come in parts."""
     share = random.choice((0.0, 0.5, 1.0)) if config.staging_bytes and not config.keeps else 0.0
     units = tuple(_with_home(unit, random.random() < share, random.random() < 0.5) for unit in config.units)
-    return replace(config, units=units)
+    units = tuple(replace(unit, stored=_stored(unit, random)) for unit in units)
+    return replace(config, units=units, ring=random.choice((LEAST_SLOTS, LEAST_SLOTS, 6)))
+
+
+def _stored(unit: UnitSpec, random: Random) -> int:
+    """Where states tell old values, all of them are on the drive."""
+    all_stored = unit.old_params == "states" or random.random() < 0.3
+    return 0 if unit.on_device or not unit.grads else unit.tiles if all_stored else random.randint(0, unit.tiles)
 
 
 def _with_home(unit: UnitSpec, host: bool, parts: bool) -> UnitSpec:

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
+from infinity.optim.reading import Reading
 from infinity.schedule import actions
 from infinity.schedule import scheduler as scheduler_module
 from infinity.schedule.cycle import Cycle
@@ -35,6 +37,9 @@ from infinity.simulation.run import simulate
 from infinity.simulation.worker import Worker
 from infinity.tiers import Residency
 from infinity.tiers.copies import State
+from infinity.tiers.ring import Ring
+from infinity.tiers.slots import Slots
+from infinity.tiers.states import StateStore
 from infinity.zero.gathering import Gathering
 from infinity.zero.rounds import Rounds
 from tests.simulation.drawn import draw
@@ -79,6 +84,7 @@ SEEDS = {
     "pins_stay": 18,
     "plan_evicts_arriving": 84,
     "prefetch_past_budget": 20,
+    "read_past_write": 30,
     "streams_into_used": 123,
     "undone_keeps_gradients": 48,
     "upcoming_by_memory": 19,
@@ -98,7 +104,7 @@ SCENARIOS = {
     "failed_counts_as_computed": Scenario(
         Config((_KEPT,) * 3, (RankSpec(3, Tempo(0.3, 20)),), keeps=True),
         (_THREE, Step(), Look((0,)), Look((1,)), Look((0,)), Fault(0, "update"), _THREE),
-        seed=1,
+        seed=2,
     ),
     "gathered_where_ahead": Scenario(
         Config((replace(_STAYS, tiles=2, ahead=2), _STAYS), (_LATE, _LATE), "speculative", images=2),
@@ -346,6 +352,33 @@ def _first_must_be_ready(self: Any, distance: Callable[[Any], int]) -> Any:
 def _begun_stays(self: Any, update: Any) -> None:
     update.begun = True
     self.updates.insert(0, update)
+
+
+# Optimizer states #
+
+_add("read_past_write", "states are read while their last update is written", (Ring, "_settle", _none))
+_add("epoch_goes_on", "states of the committed step are written over", (Slots, "next_epoch", _none))
+_add("states_not_undone", "an undone update leaves its states", (StateStore, "undo", _none))
+
+
+@_mutant("a slot of the ring is free before its write has ended", Ring, "let_go")
+def _ring_slot_freed_early(original: Any, self: Any, tile: Any) -> Any:
+    slot, write = tile.lease, original(self, tile)
+    if write is not None:
+        self._free.append(slot)
+    return write
+
+
+@_mutant("a tile that was read ahead keeps its slot when its update is stopped", Ring, "give_up")
+def _read_ahead_stays(self: Any, tile: Any) -> None:
+    if tile in self._arriving:
+        self._finish_read(tile)
+
+
+@_mutant("more tiles are read ahead than the ring has slots", Reading, "read_ahead")
+def _read_past_ring(original: Any, self: Any) -> None:
+    self._ring._free.extend(() if self._ring._free else [SimpleNamespace(version=0)])
+    original(self)
 
 
 # Layer-major micro-batches #

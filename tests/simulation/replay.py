@@ -114,6 +114,7 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             streams=apart,
             host=unit.host and not speculative,
             parts=False,
+            stored=0,
         )
         for unit in config.units
     )

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from infinity.simulation.clock import Tempo
-from infinity.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec
+from infinity.simulation.model import Config, Death, Fault, Pass, RankSpec, Scenario, Step, UnitSpec
 from infinity.simulation.run import search, simulate, with_last
 from tests.simulation.drawn import draw
 from tests.simulation.mutants import MUTANTS, find, planted
@@ -73,6 +73,12 @@ def test_a_committed_step_survives_a_death_at_every_moment() -> None:
         outcome = simulate(Scenario(config, (*step, *step, Death(0, ticks), *step, *step, *step, *step), seed=ticks))
         assert outcome.violation is None
         assert outcome.crashes == 1
+
+
+def test_a_failed_prefetch_that_nobody_waits_for_loses_nothing() -> None:
+    units = (UnitSpec(6), UnitSpec(28), UnitSpec(13))
+    calls = (Pass(((0,), (1,), (2,))), Fault(0, "fetch"), Pass(((0,), (1,))))
+    assert simulate(Scenario(Config(units, (RankSpec(46),), "backward"), calls)).violation is None
 
 
 def test_the_last_pass_of_a_step_is_told_from_the_others() -> None:
