@@ -314,7 +314,7 @@ class Performer:
             return
         whole = len(tiles) == row.spec.tiles and self.states.has_slots(row.index)
         ticket = self._hand_over(row, foreseen, tiles, action.needed, write=kind == "slots")
-        ticket.keeps = True
+        ticket.keeps = ticket.logs = True
         ticket.recovers = kind != "images" and row.spec.recovers and row.spills and whole
         ticket.images = len(tiles) if kind == "images" else 0
         self.images -= ticket.images
@@ -353,6 +353,8 @@ class Performer:
         row.ahead = None
         del self.aheads[row]
         self.images += ahead.ticket.images
+        ahead.ticket.logs = False
+        self.states.forget(row.index)
         return ahead
 
     def run_ahead(self, unit: int, due: Due) -> bool:
@@ -367,7 +369,6 @@ class Performer:
         ahead = self._decide(row)
         if ahead.due != due:
             violate("once", f"{row.name} was updated ahead with {ahead.due}, and {due} is due")
-        self.states.forget(row.index)
         if len(ahead.tiles) < row.spec.tiles:
             row.begun = ahead.tiles
             row.due = ahead.due

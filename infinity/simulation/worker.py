@@ -25,6 +25,7 @@ class Ticket:
         ready: what it waits for.
         write: each tile is written home once it is updated.
         keeps: its gradients may be of use again.
+        logs: its old states may be, too: nobody has decided on it yet.
         recovers: both slots of the states tell the gradients, so that their memory serves others.
         images: of room for before-images that it takes.
         chosen: the worker is at it, or has been.
@@ -37,6 +38,7 @@ class Ticket:
     needed: int
     write: bool
     keeps: bool = False
+    logs: bool = False
     recovers: bool = False
     images: int = 0
     awaited: bool = False
@@ -183,7 +185,7 @@ class Worker:
         row.mem[tile] = ticket.due.target
         if row.spec.host:
             row.home[tile] = ticket.due.target
-        ticket.writes += self.states.end(states, ticket.due.states, keeps=ticket.keeps)
+        ticket.writes += self.states.end(states, ticket.due.states, keeps=ticket.logs)
         if ticket.write:
             ticket.writes.append(row.write_home(self._clock, {tile: ticket.due.target}))
         ticket.tiles.popleft()

@@ -81,6 +81,19 @@ def test_a_failed_prefetch_that_nobody_waits_for_loses_nothing() -> None:
     assert simulate(Scenario(Config(units, (RankSpec(46),), "backward"), calls)).violation is None
 
 
+def test_an_update_that_was_decided_on_before_it_ran_leaves_nothing_to_undo() -> None:
+    config = Config(
+        (UnitSpec(1, tiles=3, ahead=2, old_params="images"),),
+        (RankSpec(15, Tempo(0.0, 10**6)),),
+        "speculative",
+        images=2,
+        ring=6,
+    )
+    one = Pass(((0,),))
+    scenario = Scenario(config, (Step(), one, Step(), one, Step("clipped")), seed=1795843332005)
+    assert simulate(scenario).violation is None
+
+
 def test_the_last_pass_of_a_step_is_told_from_the_others() -> None:
     one, evaluation, step = Pass(((0,),)), Pass(((0,),), evaluates=True), Step()
     calls = (one, one, evaluation, step, one)
