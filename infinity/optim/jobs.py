@@ -104,6 +104,10 @@ class UpdateTicket:
     def needed(self) -> int:
         return self.job.needed
 
+    def has_inputs(self) -> bool:
+        """Whether the parameters and gradients have come."""
+        return not self.missing or all(move.done() for move in self.missing)
+
     def done(self) -> bool:
         return self.computed.done() and (not self.writes or all(write.done() for write in self.writes))
 

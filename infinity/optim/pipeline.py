@@ -26,6 +26,7 @@ from infinity.memory import Lease
 from infinity.optim.before_images import BeforeImages, Image
 from infinity.optim.formats import StateLayout, update
 from infinity.optim.jobs import UpdateJob, UpdateTicket, parts_of
+from infinity.optim.reading import Reading
 from infinity.optim.tile_fields import TileFields
 from infinity.optim.undo import Undo
 from infinity.schedule.update_queue import UpdateQueue
@@ -77,6 +78,7 @@ class UpdatePipeline:
         self._fields = TileFields(layout)
         self.undoing = Undo(layout, states, self._fields, self._ring, len(slots), images or BeforeImages(0))
         self._queue = UpdateQueue[UpdateTicket]()
+        self._reading = Reading(self._queue, self._ring, states.stored)
         self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -335,7 +337,7 @@ class UpdatePipeline:
     def _has_work(self) -> bool:
         """Block until there is work. Return False if the pipeline is closing and no work is left."""
         with self._wake:
-            while not (self._queue or self._errands or self._closing or self._could_read_ahead()):
+            while not (self._queue or self._errands or self._closing or self._reading.can_read_ahead()):
                 self._idle = True
                 self._wake.notify_all()
                 self._wake.wait()
@@ -356,20 +358,11 @@ class UpdatePipeline:
             done.set_result(None)
 
     def _next_ticket(self) -> UpdateTicket | None:
-        """Return the update to continue with: the one with the least distance, then with the highest rank."""
         with self._wake:
-            ticket = self._queue.next(self._distance)
+            ticket = self._reading.next()
             if ticket is not None:
                 ticket.chosen = True
             return ticket
-
-    def _distance(self, ticket: UpdateTicket) -> int:
-        """Return 0 if the next tile can be updated, 1 if it waits for a transfer, 2 if its read is not started."""
-        if ticket.missing and not all(move.done() for move in ticket.missing):
-            return 1
-        if not ticket.tiles or self._ring.is_here(ticket.tiles[0]):
-            return 0
-        return 1 if self._ring.has(ticket.tiles[0]) else 2
 
     def _advance(self, ticket: UpdateTicket) -> None:
         """Update the next tile of a unit."""
@@ -470,24 +463,9 @@ class UpdatePipeline:
             if lost is not None:
                 self.undoing.note_lost(ticket, start, lost)
 
-    # Reading ahead #
-
-    def _upcoming(self) -> Iterator[Tile]:
-        """Yield stored tiles in about the order in which they will be needed; the queue may change meanwhile."""
-        for unit, ticket in self._queue.upcoming():
-            if ticket is None:
-                yield from self._states.stored(unit)
-            elif ticket.tiles:
-                yield from self._states.stored(unit, ticket.tiles[0].index)
-
-    def _could_read_ahead(self) -> bool:
-        """Whether an expected tile could be read now, or after a write has ended."""
-        return self._ring.will_have_room and not all(self._ring.has(tile) for tile in self._upcoming())
-
     def _read_ahead(self) -> None:
-        """Read the tiles that are needed next into free slots; without queued updates, wait for slots."""
         try:
-            self._ring.read_ahead(self._upcoming(), wait=not self._queue)
-        except BaseException:  # it recurs when the tile is updated, and a thread waits for the ticket then
+            self._reading.read_ahead()
+        except BaseException:  # a thread waits for the ticket when it recurs
             with self._wake:
                 self._queue.expect(())

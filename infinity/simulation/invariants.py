@@ -104,12 +104,14 @@ def check_newest(row: Row) -> None:
 def check_at_rest(world: Performer) -> None:
     """Every update was carried out, and everything is where it belongs."""
     for row in world.rows:
-        arrives = row.fetch is not None and not row.fetch.done
+        arrives = row.fetch is not None and (not row.fetch.done or row.fetch.failed)  # nobody may have waited for it
         values = row.home if row.residency is _STORED or row.stale or arrives else row.mem
         if row.due is not None or row.ticket is not None or row.ahead is not None:
             violate("once", f"an update of {row.name} is left behind")
         if any(version != row.wanted for version in values):
             violate("once", f"{row.name} has had updates {values}, and {row.wanted} were asked for")
+        if not row.spec.on_device:
+            world.states.check_at(row.index, row.updates)
 
 
 def check_closed(world: Performer) -> None:
@@ -128,3 +130,5 @@ def check_committed(world: Performer) -> None:
         for here, other, version in zip(row.home, row.kept, row.protected, strict=True):
             if version not in (here, other):
                 violate("crash", f"version {version} of {row.name} is committed, and the drive has {here}, {other}")
+    if world.committed is not None:
+        world.states.check_committed()

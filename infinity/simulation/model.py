@@ -9,7 +9,7 @@ from infinity.simulation.clock import Tempo
 
 SCHEDULES = ("backward", "deferred", "speculative", "barrier")
 STAGING_UNITS = 3  # as in infinity/schedule/placement.py
-FAULTS = ("fetch", "write", "update", "spill", "unspill")
+FAULTS = ("fetch", "write", "update", "spill", "unspill", "states read", "states write")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class UnitSpec:
         made: its first values are made in memory.
         streams: its gradients leave the device while that computes on.
         host: its home is host memory, apart from what is computed on; else a drive.
+        stored: tiles, the first ones, whose optimizer states live on the drive and pass through the ring.
         parts: some of its gradients come with each use in a pass; else their sum comes with the last one.
     """
 
@@ -44,6 +45,7 @@ class UnitSpec:
     streams: bool = False
     host: bool = False
     parts: bool = False
+    stored: int = 0
 
     @property
     def beside(self) -> bool:
@@ -70,6 +72,7 @@ class Config:
         images: tiles of before-images that there is room for.
         ahead_bytes: of units that are gathered ahead, beyond the next one.
         staging_bytes: host memory that units pass through where the device has a memory of its own; 0 if it has none.
+        ring: slots for tiles of optimizer states on their way.
         gathers: each of several ranks has a part of every unit, and all parts are gathered for a use.
     """
 
@@ -83,6 +86,7 @@ class Config:
     ahead_bytes: int = 0
     staging_bytes: int = 0
     gathers: bool = True
+    ring: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,12 +97,15 @@ class Pass:
         uses: units that a module computes on together, module by module.
         looks: at a unit, before the use at this position; backward's uses follow forward's.
         stop: before this position the user's code raises.
+        micro_batches: positions in `uses` that each of several layer-major micro-batches goes through; empty if the
+            pass is one micro-batch.
     """
 
     uses: tuple[tuple[int, ...], ...]
     evaluates: bool = False
     looks: tuple[tuple[int, int], ...] = ()
     stop: int | None = None
+    micro_batches: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -175,6 +182,7 @@ class Loop:
         norms: what a step's may be, the usual one first, and as often as it is more usual.
         rare: probabilities of what is rare, of which one is drawn.
         settles: a step is over when every update is.
+        layer_major: micro-batches of a step that go through each module together; 0 if they come one by one.
     """
 
     uses: tuple[tuple[int, ...], ...]
@@ -182,13 +190,14 @@ class Loop:
     norms: tuple[str, ...] = ("quiet", "quiet", "quiet", "clipped", "overflow")
     rare: tuple[float, ...] = (0.0, 0.05, 0.2)
     settles: bool = False
+    layer_major: int = 0
 
 
 def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Call, ...]:
     """What a training loop calls in so many steps, and what happens to it; of more steps the first are the same."""
     rare = random.choice(loop.rare)
     branches = random.random() < 0.3
-    accumulation = loop.accumulation or random.choice((1, 1, 2, 3))
+    accumulation = 1 if loop.layer_major else loop.accumulation or random.choice((1, 1, 2, 3))
     calls: list[Call] = []
     count = len(config.units)
     for _ in range(steps):
@@ -204,7 +213,11 @@ def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Ca
             taken = tuple(use for use in loop.uses if not branches or random.random() < 0.8) or loop.uses[:1]
             looks = [(random.randrange(2 * len(taken)), random.randrange(count))] if random.random() < rare else []
             stop = random.randrange(2 * len(taken)) if random.random() < rare / 2 else None
-            calls.append(Pass(taken, looks=tuple(looks), stop=stop))
+            together = tuple(
+                tuple(at for at in range(len(taken)) if not branches or random.random() < 0.8)
+                for _ in range(loop.layer_major)
+            )
+            calls.append(Pass(taken, looks=tuple(looks), stop=stop, micro_batches=together))
         if random.random() < rare:
             calls.append(_between(random, count))
         calls.append(Step(random.choice(loop.norms if rare else loop.norms[:1])))

@@ -18,6 +18,7 @@ from infinity.simulation.invariants import check_settled, check_world, most_acti
 from infinity.simulation.model import Config, RankSpec
 from infinity.simulation.rows import NOTHING, Ahead, Due, Row
 from infinity.simulation.staging import Staging
+from infinity.simulation.states import States
 from infinity.simulation.worker import Ticket, Worker
 from infinity.tiers import Residency
 
@@ -62,7 +63,11 @@ class Performer:
         self.foreseen: Due | None = None
         self.aheads: dict[Row, None] = {}
         self.clock = Clock(Random(seed), spec.tempo, trace)
-        self.worker = Worker(self.clock)
+        speculative = config.schedule == "speculative"
+        self.states = States(
+            self.clock, config.units, config.ring, slotted=speculative or config.keeps, written_through=config.keeps
+        )
+        self.worker = Worker(self.clock, self.states)
         self.grads = GradMemory(self.clock, config.slots, config.shared_bytes)
         self.rows = [Row(index, each, self.grads, versions[index]) for index, each in enumerate(config.units)]
         self.grads.rows = self.rows
@@ -81,7 +86,7 @@ class Performer:
             config.slots,
             self.grads.leased,
             writes_all=config.keeps,
-            writes_unreconstructable=config.keeps or config.schedule == "speculative",
+            writes_unreconstructable=config.keeps or speculative,
         )
 
     def do(self, event: actions.Event) -> bool:
@@ -192,7 +197,7 @@ class Performer:
         # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
         write = action.write and (row.residency is _FETCHING or row.home == row.mem)
         row.due = row.begun = None
-        self._hand_over(row, due, tiles, action.needed, write=write)
+        self.worker.submit(self._hand_over(row, due, tiles, action.needed, write=write))
 
     def _hand_over(self, row: Row, due: Due, tiles: list[int], needed: int, *, write: bool) -> Ticket:
         self.changed_memory = True
@@ -205,9 +210,9 @@ class Performer:
         if not self.staging.is_needed(row):  # else the fetch goes on with the values that the update makes
             row.residency = _RESIDENT
         row.is_reconstructable = row.spec.old_params == "states"
-        ticket = Ticket(row, due, deque(tiles), ready, needed, write and row.is_written_home)
+        states = self.states.store.tiles(row.index)
+        ticket = Ticket(row, due, deque(states[tile] for tile in tiles), ready, needed, write and row.is_written_home)
         row.ticket = ticket
-        self.worker.submit(ticket)
         return ticket
 
     def _update_on_device(self, action: actions.UpdateOnDevice) -> None:
@@ -304,19 +309,24 @@ class Performer:
         kind = self._old_params(row, write=action.write)
         if not kind or (kind == "images" and not self._has_images(row, action.needed)):
             return
-        tiles = list(range(row.spec.ahead))
+        tiles = [tile for tile in range(row.spec.ahead) if self.states.can_undo(row.index, tile)]
+        if not tiles:
+            return
+        whole = len(tiles) == row.spec.tiles and self.states.has_slots(row.index)
         ticket = self._hand_over(row, foreseen, tiles, action.needed, write=kind == "slots")
-        ticket.keeps = True
-        ticket.recovers = kind != "images" and row.spec.recovers and row.spills and len(tiles) == row.spec.tiles
+        ticket.keeps = ticket.logs = True
+        ticket.recovers = kind != "images" and row.spec.recovers and row.spills and whole
         ticket.images = len(tiles) if kind == "images" else 0
         self.images -= ticket.images
         row.ahead = Ahead(foreseen, frozenset(tiles), ticket, kind)
         self.aheads[row] = None
+        self.worker.submit(ticket)
 
-    @staticmethod
-    def _old_params(row: Row, *, write: bool) -> str:
+    def _old_params(self, row: Row, *, write: bool) -> str:
         """Where a speculative update keeps what it replaces; better in slots if it is to be written anyway."""
         kind = row.spec.old_params
+        if kind == "states" and not self.states.has_slots(row.index):
+            return ""
         if kind == "slots" or (kind == "states" and write and row.spec.has_slots):
             has_both = row.home == row.mem == row.protected
             return "slots" if has_both else kind.replace("slots", "")
@@ -330,13 +340,12 @@ class Performer:
         if row.spec.ahead > self.images + sum(each.images for each in later):
             return False
         later.sort(key=lambda each: each.needed)
-        while row.spec.ahead > self.images:
+        while row.spec.ahead > self.images and later:
             ticket = later.pop()
-            withdrawn = self.worker.withdraw(ticket)
-            assert withdrawn
-            self._decide(ticket.row)
-            self._note(ticket)
-        return True
+            if self.worker.withdraw(ticket):  # not if the worker has chosen it while another one was withdrawn
+                self._decide(ticket.row)
+                self._note(ticket)
+        return row.spec.ahead <= self.images
 
     def _decide(self, row: Row) -> Ahead:
         ahead = row.ahead
@@ -344,6 +353,8 @@ class Performer:
         row.ahead = None
         del self.aheads[row]
         self.images += ahead.ticket.images
+        ahead.ticket.logs = False
+        self.states.forget(row.index)
         return ahead
 
     def run_ahead(self, unit: int, due: Due) -> bool:
@@ -402,8 +413,14 @@ class Performer:
         for ticket in tickets:
             self.finish(ticket)
         for row in rows:
+            ahead = row.ahead
+            assert ahead is not None
+            updated = [tile for tile in sorted(ahead.tiles) if tile not in {left.index for left in ahead.ticket.tiles}]
+            if ahead.old_params == "states" or (row.elsewhere and grads):
+                self.worker.between_tiles(partial(self.states.recover, row.index, updated, ahead.due.states))
             self._recover_grads(row, grads=grads)
-            ahead = self._decide(row)
+            self.worker.between_tiles(partial(self.states.undo, row.index, sorted(ahead.tiles)))
+            self._decide(row)
             before = [row.wanted] * row.spec.tiles
             if ahead.old_params != "slots":
                 if row.residency is not _RESIDENT and not row.spec.host:

@@ -8,6 +8,7 @@ from random import Random
 
 from infinity.config import Config as Configuration
 from infinity.errors import ConfigError
+from infinity.optim.pipeline import LEAST_SLOTS
 from infinity.planner import TrainingPlan
 from infinity.simulation.clock import Tempo
 from infinity.simulation.model import Config, Loop, RankSpec, Scenario, UnitSpec, calls_of
@@ -87,10 +88,12 @@ def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Pl
         # Of shards, where the simulation moves whole units.
         staging_bytes=0 if rules.site is Memory.DEVICE else sizing.params.staging * rules.sharding.count,
         gathers=gathers,
+        ring=LEAST_SLOTS,
     )
     loop = Loop(
         tuple(point.units for point in sizing.partition.hook_points if point.units),
-        accumulation=1 if sizing.layer_major else config.gradient_accumulation_steps,
+        accumulation=config.gradient_accumulation_steps,
+        layer_major=config.gradient_accumulation_steps if sizing.layer_major else 0,
         norms=_norms(config),
         rare=(0.05, 0.2, 0.4),
         settles=rules.settles,
@@ -118,8 +121,8 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
     old_params = ""
     if trained and not there and sizing.schedule is UpdateSchedule.SPECULATIVE:
         old_params = _old_params(plan, has_slots=has_slots and moves, all_stored=stored == len(homes))
-    in_slots = -(-stored * tiles // max(1, len(homes))) if old_params in ("slots", "states") else 0
-    ahead = in_slots or tiles
+    on_drive = -(-stored * tiles // max(1, len(homes)))
+    ahead = (on_drive if old_params in ("slots", "states") else 0) or tiles
     return UnitSpec(
         nbytes=spec.nbytes,
         tiles=tiles,
@@ -134,6 +137,7 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
         streams=sizing.rules.grads.stream and not there,
         host=host,
         parts=unit in sizing.shards.standing,
+        stored=on_drive if trained and not there else 0,
     )
 
 
@@ -171,7 +175,7 @@ def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: in
     in_memory = plan.placement.params.count(Memory.HOST)
     micro = config.gradient_accumulation_steps
     if any(Memory.NVME in homes for homes in plan.placement.tiles):
-        yield "optimizer states are not read and written: the ring of tiles and its read-ahead are not simulated"
+        yield f"the ring of optimizer states has {LEAST_SLOTS} slots, the least that the engine takes"
     if most_tiles > _MOST_TILES:
         yield f"{_MOST_TILES} tiles of a unit are told apart, which has up to {most_tiles}"
     if ranks < plan.machine.ranks:
@@ -181,7 +185,7 @@ def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: in
     if rules.activations_bytes:
         yield "saved activations are not moved"
     if sizing.layer_major:
-        yield f"layer-major accumulation: {micro} micro-batches are simulated as one pass"
+        yield "layer-major accumulation: each module that uses a unit is simulated as a block"
     if micro > 1 and (rules.grads.sums_there or rules.grads.sums_once):
         yield "sums of gradients on the device: the gradients of each micro-batch are simulated to leave it"
     if sizing.there:

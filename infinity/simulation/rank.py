@@ -19,6 +19,7 @@ from infinity.simulation.invariants import (
     check_world,
     violate,
 )
+from infinity.simulation.layer_major import LayerMajorPass
 from infinity.simulation.model import Call, Change, Config, Drain, Look, Pass, RankSpec, Step, ZeroGrad
 from infinity.simulation.performer import Performer, Trace
 from infinity.simulation.rows import NOTHING, Due, Row
@@ -61,6 +62,8 @@ class Rank(Performer):
         self._asked: dict[Row, None] = {}  # in the order in which their updates were asked for
         self._under_way = False  # some units have had this step's update asked for
         self._pass_failed = False
+        self._last = self._backward_open = self._runs_ahead = False  # of the running pass
+        self._complete_units: set[int] = set()  # whose gradients of the running pass have all come
         self._uncommitted = False
         self._noted = list(versions)  # those of the last step that is over
         for row in self.rows:
@@ -155,47 +158,79 @@ class Rank(Performer):
 
     def _evaluate(self, call: Pass) -> None:
         self._begin_cycle()
+        self._backward_open = False
         self._forward(call)
         self._gather_owed(None)
         self._end_cycle(learn=False)
 
     def _forward(self, call: Pass) -> None:
-        for position, units in enumerate(call.uses):
-            self._user_code(call, position, backward=False)
-            self._enter(units)
-            self._leave(units)
+        for position in range(len(call.uses)):
+            self.forward_use(call, position)
+
+    def forward_use(self, call: Pass, position: int) -> None:
+        self._user_code(call, position, backward=False)
+        self._enter(call.uses[position])
+        self._leave(call.uses[position])
 
     def _train(self, call: Pass, *, last: bool) -> None:
         self._begin_cycle()
-        self._forward(call)
-        self._gather_owed(None)
-        self.undo_all()
-        if last:
-            self._before_updates()
-        self.worker.queue.prefer(begun=True)
-        runs_ahead = last and self._schedule == "speculative" and self._foresight.runs_ahead
-        if runs_ahead:
-            self._begin_ahead()
-        if runs_ahead or (last and self._schedule == "backward"):
-            self.worker.queue.expect(list(dict.fromkeys(self._finals)))
-            self._finals = []
-        left = Counter(unit for use in call.uses for unit in use)
-        for position, units in enumerate(reversed(call.uses), len(call.uses)):
-            self._user_code(call, position, backward=True)
-            self._enter(units)
-            for unit in units:
-                left[unit] -= 1
-                spec = self.rows[unit].spec
-                if spec.grads and (spec.parts or not left[unit]):
-                    self._add(self.rows[unit])
-            for unit in units:
-                self.rows[unit].computing = False
-                if self.rows[unit].spec.grads and not left[unit]:
-                    self._complete(self.rows[unit], last=last, runs_ahead=runs_ahead)
-            self._leave(units)
+        self._last, self._backward_open = last, False
+        self._complete_units.clear()
+        if call.micro_batches:
+            LayerMajorPass(self, call).run()
+        else:
+            self._forward(call)
+            self.open_backward()
+            left = Counter(unit for use in call.uses for unit in use)
+            for position in reversed(range(len(call.uses))):
+                self.backward_use(call, position, left)
         self._end_cycle(learn=True)
         if last and self._schedule == "backward":
             self._update_others()
+
+    def open_backward(self) -> None:
+        self._backward_open = True
+        self._gather_owed(None)
+        self.undo_all()
+        if self._last:
+            self._before_updates()
+        self.worker.queue.prefer(begun=True)
+        self._runs_ahead = self._last and self._schedule == "speculative" and self._foresight.runs_ahead
+        if self._runs_ahead:
+            self._begin_ahead()
+        if self._runs_ahead or (self._last and self._schedule == "backward"):
+            self.worker.expect(list(dict.fromkeys(self._finals)))
+            self._finals = []
+
+    def backward_use(self, call: Pass, position: int, left: Counter[int] | None = None) -> None:
+        """Backward of a module.
+
+        Args:
+            left: uses of each unit that backward has not left; None if other micro-batches have not left the units.
+        """
+        units = call.uses[position]
+        self._user_code(call, position, backward=True)
+        self._enter(units)
+        for unit in units:
+            spec = self.rows[unit].spec
+            if unit in self._complete_units:
+                violate("once", f"backward uses {self.rows[unit].name}, whose gradients were complete")
+            if left is not None:
+                left[unit] -= 1
+            if spec.grads and (spec.parts or (left is not None and not left[unit])):
+                self._add(self.rows[unit])
+        for unit in units:
+            self.rows[unit].computing = False
+            if self.rows[unit].spec.grads and left is not None and not left[unit]:
+                self._complete(self.rows[unit])
+        self._leave(units)
+
+    def complete(self, units: Sequence[int]) -> None:
+        """All micro-batches have left the units; gradients that do not come in parts come now."""
+        for row in [self.rows[unit] for unit in units if self.rows[unit].spec.grads]:
+            if not row.spec.parts:
+                self._add(row)
+            self._complete(row)
 
     def _update_others(self) -> None:
         """Update the units that had no part in the step's last pass."""
@@ -208,8 +243,8 @@ class Rank(Performer):
         for at, unit in call.looks:
             if at == position and not backward:
                 self._look((unit,), whole=False)
-        if call.stop == position:
-            self._abort(backward=backward)
+        if call.stop == (2 * len(call.uses) - 1 - position if backward else position):
+            self._abort(backward=backward or self._backward_open)
             raise UserError
 
     def _abort(self, *, backward: bool) -> None:
@@ -291,15 +326,16 @@ class Rank(Performer):
             return True
         return False
 
-    def _complete(self, row: Row, *, last: bool, runs_ahead: bool) -> None:
+    def _complete(self, row: Row) -> None:
         """All of the unit's gradients have come in this pass."""
-        if last and self._schedule == "backward":
+        self._complete_units.add(row.index)
+        if self._last and self._schedule == "backward":
             self._finals.append(row.index)
             self._update(row)
             self.settle()
-        elif last and self._schedule == "speculative":
+        elif self._last and self._schedule == "speculative":
             self._foresee(row)
-            if runs_ahead and self.run_ahead(row.index, self._due(row, clips=False)):
+            if self._runs_ahead and self.run_ahead(row.index, self._due(row, clips=False)):
                 self._finals.append(row.index)
                 self._foresight.tried()
         self.grads.rest(row)
@@ -326,7 +362,7 @@ class Rank(Performer):
     # Updates #
 
     def _due(self, row: Row, *, clips: bool) -> Due:
-        return Due(row.wanted + 1, (self.step, self._added[row.index]), clips)
+        return Due(row.wanted + 1, row.updates + 1, (self.step, self._added[row.index]), clips)
 
     def _update(self, row: Row, *, clips: bool = False) -> None:
         """Update the unit as soon as its values are in memory; what ran ahead is its update."""
@@ -338,6 +374,7 @@ class Rank(Performer):
             row.due = due
             self._gathering.changed(row.index)
         row.wanted += 1
+        row.updates += 1
         del self._added[row.index]
         self._asked.pop(row, None)
         self._asked[row] = None
@@ -376,7 +413,7 @@ class Rank(Performer):
         others = [row.index for row in rows if row.ahead is None or clips]
         self.undo(*others)
         if self._schedule != "barrier":
-            self.worker.queue.expect(others)
+            self.worker.expect(others)
         for row in rows:
             self._update(row, clips=clips)
 
@@ -411,6 +448,7 @@ class Rank(Performer):
         """What the drives have now stays there until the next call."""
         for row in self.rows:
             row.protected = list(row.home)
+        self.states.protect()
 
     def _before_updates(self) -> None:
         """Updates are about to begin: what the last step has made must be kept before it is overwritten."""
@@ -512,6 +550,7 @@ class Rank(Performer):
             self.drain()
         while self.clock.is_busy:
             self.clock.wait_for_next()
+        self.states.close()
         self._gathering.end_cycle()
         for row in self.rows:
             if row.ticket is None and not self.failed:

@@ -25,12 +25,13 @@ class Due:
     """An update that was asked for.
 
     Attributes:
-        target: version of what it makes.
+        target: version of what it makes; states: version of the states then.
         grad: what it is made with.
         clips: by the norm of all gradients.
     """
 
     target: int
+    states: int
     grad: Gradient
     clips: bool
 
@@ -54,7 +55,8 @@ class Row(UnitState):
     """What the scheduler sees of a unit, and what performers and promises need beside it.
 
     Attributes:
-        wanted: the newest version: updates that were asked for.
+        wanted: the newest version: updates that were asked for, and changes of users.
+        updates: updates that were asked for.
         mem, home, kept: versions of the tiles in memory, on the drive, and in the drive's other slot, if there is one.
         protected: versions on the drive that must stay there.
         stale: memory has something else than the newest version, which is on the drive.
@@ -68,6 +70,7 @@ class Row(UnitState):
         elsewhere: the optimizer states tell the gradients, which are nowhere else.
     """
 
+    updates = 0
     residency = Residency.RESIDENT
     gradients = State.ABSENT
     is_reconstructable = False

@@ -22,18 +22,20 @@ class Outcome:
         steps: of single ranks.
         events: told to schedulers.
         crashes: of all ranks together; `failures` are errors that ended them.
+        adopted: crashes after which each rank's drives were checked to have its last committed step.
         violation: what does not hold, and where; None if all does.
     """
 
     steps: int = 0
     events: int = 0
     crashes: int = 0
+    adopted: int = 0
     failures: int = 0
     violation: Violation | None = None
 
     def add(self, other: Outcome) -> None:
         """Count another one's, too."""
-        for name in ("steps", "events", "crashes", "failures"):
+        for name in ("steps", "events", "crashes", "adopted", "failures"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.violation = self.violation or other.violation
 
@@ -119,6 +121,7 @@ class World:
         except Crash:
             self.outcome.crashes += 1
             survived = [self._survives(rank) for rank in self.ranks]
+            self.outcome.adopted += all(rank.committed is not None for rank in self.ranks)
             # Ranks die apart here, and not in the middle of a collective: several begin again from a checkpoint.
             self._start(survived if len(survived) == 1 else [[0] * len(versions) for versions in survived])
             return

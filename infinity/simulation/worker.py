@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from infinity.errors import StorageError
+from infinity.optim.reading import Reading
 from infinity.schedule.update_queue import UpdateQueue
 from infinity.simulation.clock import Clock, Operation
 from infinity.simulation.invariants import violate
 from infinity.simulation.rows import Due, Row
+from infinity.simulation.states import States
+from infinity.tiers.states import Tile
 
 
 @dataclass(eq=False)
@@ -22,25 +25,25 @@ class Ticket:
         ready: what it waits for.
         write: each tile is written home once it is updated.
         keeps: its gradients may be of use again.
+        logs: its old states may be, too: nobody has decided on it yet.
         recovers: both slots of the states tell the gradients, so that their memory serves others.
         images: of room for before-images that it takes.
         chosen: the worker is at it, or has been.
-        stops: it goes no further than the tile that it is at.
     """
 
     row: Row
     due: Due
-    tiles: deque[int]
+    tiles: deque[Tile]
     ready: list[Operation]
     needed: int
     write: bool
     keeps: bool = False
+    logs: bool = False
     recovers: bool = False
     images: int = 0
     awaited: bool = False
     begun: bool = False
     chosen: bool = False
-    stops: bool = False
     computed: bool = False
     error: StorageError | None = None
     writes: list[Operation] = field(default_factory=list)
@@ -53,7 +56,7 @@ class Ticket:
     def done(self) -> bool:
         return self.computed and all(write.done for write in self.writes)
 
-    def is_ready(self) -> bool:
+    def has_inputs(self) -> bool:
         return all(each.done for each in self.ready)
 
 
@@ -65,12 +68,19 @@ class Worker:
         ended: tickets that are computed, and that nobody has taken note of.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, states: States) -> None:
         self.queue = UpdateQueue[Ticket]()
         self.ended: list[Ticket] = []
         self.at: Ticket | None = None
+        self.states = states
+        self._reading = Reading(self.queue, states.ring, states.store.stored)
+        self._errands: list[Callable[[], object]] = []
         self._clock = clock
         self._wakes = False
+
+    def expect(self, units: Sequence[int]) -> None:
+        self.queue.expect(units)
+        self._wake()
 
     def submit(self, ticket: Ticket) -> None:
         self.queue.submit(ticket)
@@ -86,38 +96,54 @@ class Worker:
 
     def stop(self, tickets: Sequence[Ticket]) -> None:
         """Have these updates go no further."""
-        for ticket in tickets:
-            if not ticket.computed:
-                ticket.stops = True
-                if ticket is not self.at:
-                    self.queue.remove(ticket)
-                    self._end(ticket)
-        while self.at is not None and self.at.stops:
+
+        def stop() -> None:
+            for ticket in tickets:
+                if ticket in self.queue.updates:
+                    self._finish(ticket)
+
+        self.between_tiles(stop)
+
+    def between_tiles(self, errand: Callable[[], object]) -> None:
+        """Have the worker call a function between two tiles, and wait for that."""
+        self._errands.append(errand)
+        self._wake()
+        while errand in self._errands:
             self._clock.wait_for_next()
 
     def _wake(self) -> None:
-        if not self._wakes and self.at is None:
+        has_work = self._errands or self.queue or self._reading.can_read_ahead()
+        if has_work and not self._wakes and self.at is None:
             self._wakes = True
             self._clock.start("pick", -1, self._pick)
 
     def _pick(self) -> None:
+        """What the engine's worker does between two tiles."""
+        self._wakes = True  # as long as it waits for the drive
+        self.states.ring.reap()
+        while self._errands:
+            self._errands[0]()
+            del self._errands[0]
+        try:
+            self._reading.read_ahead()
+        except StorageError:
+            self.queue.expect(())
+        self.at = self._reading.next()
         self._wakes = False
-        ticket = self.queue.next(lambda each: 0 if each.is_ready() else 1)
-        if ticket is None:
+        if self.at is None:
+            if not self.queue:  # else a wake would repeat what has just led to nothing
+                self._wake()
             return
-        ticket.chosen = True
-        self.at = ticket
+        self.at.chosen = True
         self._begin()
 
     def _begin(self) -> None:
         """Begin the next tile, or wait for what it needs."""
         ticket = self.at
-        if ticket is None:
-            return
-        if ticket.stops:
-            self._finish(ticket)
-            return
+        assert ticket is not None
         missing = next((each for each in ticket.ready if not each.done), None)
+        if missing is None and ticket.tiles:
+            missing = self.states.arriving(ticket.tiles[0])
         if missing is not None:
             missing.then = self._begin
             return
@@ -126,7 +152,12 @@ class Worker:
             self._finish(ticket, failed.error)
         elif ticket.tiles:
             self._check_may_update(ticket)
-            ticket.row.updating_tile = ticket.tiles[0]
+            try:
+                self.states.begin(ticket.tiles[0])
+            except StorageError as error:
+                self._finish(ticket, error)
+                return
+            ticket.row.updating_tile = ticket.tiles[0].index
             tile = self._clock.start("update", ticket.unit)
             tile.end = lambda: self._updated(ticket, tile)
         else:
@@ -134,7 +165,7 @@ class Worker:
 
     @staticmethod
     def _check_may_update(ticket: Ticket) -> None:
-        row, tile = ticket.row, ticket.tiles[0]
+        row, tile = ticket.row, ticket.tiles[0].index
         if row.computing:
             violate("race", f"{row.name} is updated while a module computes on it")
         if row.gradients_are_used is False or row.grad_host != ticket.due.grad:
@@ -143,33 +174,37 @@ class Worker:
             violate("once", f"tile {tile} of {row.name} is at {row.mem[tile]}, and becomes {ticket.due.target}")
 
     def _updated(self, ticket: Ticket, update: Operation) -> None:
-        row, tile = ticket.row, ticket.tiles[0]
+        row, states = ticket.row, ticket.tiles[0]
         row.updating_tile = None
         if update.failed:
+            self.states.let_go(states)
             self._finish(ticket, update.error)
             return
         self._check_may_update(ticket)
+        tile = states.index
         row.mem[tile] = ticket.due.target
         if row.spec.host:
             row.home[tile] = ticket.due.target
+        ticket.writes += self.states.end(states, ticket.due.states, keeps=ticket.logs)
         if ticket.write:
             ticket.writes.append(row.write_home(self._clock, {tile: ticket.due.target}))
         ticket.tiles.popleft()
-        if not ticket.begun and not ticket.stops:
+        if not ticket.begun:
             self.queue.begin(ticket)
-        if ticket.stops or not ticket.tiles:
-            self._finish(ticket)
-        else:
+        if ticket.tiles:
             self.at = None
             self._pick()
+        else:
+            self._finish(ticket)
 
     def _finish(self, ticket: Ticket, error: StorageError | None = None) -> None:
+        for tile in ticket.tiles:
+            self.states.ring.give_up(tile)
         self.queue.remove(ticket)
         ticket.error = error
         self.at = None
         self._end(ticket)
-        if self.queue:
-            self._wake()
+        self._wake()
 
     def _end(self, ticket: Ticket) -> None:
         if ticket.tiles:

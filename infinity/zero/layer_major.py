@@ -31,6 +31,7 @@ from infinity.zero.coroutines import Coroutine, abandon, this_thread
 from infinity.zero.cuts import Cuts
 from infinity.zero.hooks import watch_blocks
 from infinity.zero.partition import Partition
+from infinity.zero.rounds import Rounds
 
 Forward = Callable[[], torch.Tensor]
 INSTEAD = 'set tiering.accumulation to "micro_batch"'
@@ -125,6 +126,14 @@ class _MicroBatch:
         self._generators = generators
         self._random = generators.seeded(seed)
 
+    @property
+    def at(self) -> int | None:
+        return self.coroutine.at
+
+    @property
+    def ended(self) -> bool:
+        return self.coroutine.ended
+
     def resume(self) -> None:
         """Run to the entry of the next block, or to the loss."""
         outside = self._generators.states()
@@ -138,7 +147,7 @@ class _MicroBatch:
             self.cuts.complete()
 
 
-class _Pass:
+class _Pass(Rounds[_MicroBatch]):
     """The forward and backward of one step's micro-batches."""
 
     def __init__(
@@ -149,12 +158,10 @@ class _Pass:
         checked: set[tuple[int, ...]],
         generators: _Generators,
     ) -> None:
+        super().__init__()
         self._listener = listener
         self._blocks = blocks
         self._checked = checked
-        self._block_of: dict[int, int] = {}  # by round
-        self._round = 0  # the running one; round 0 is the part before the first block
-        self._first_use: dict[int, int] = {}  # round by unit
         self._losses = [torch.empty(0, dtype=torch.float32)] * len(forwards)
         seeds = torch.randint(2**62, (len(forwards),)).tolist()
         threads = _ThreadState(generators.device)
@@ -164,26 +171,7 @@ class _Pass:
         ]
 
     def run(self) -> list[torch.Tensor]:
-        waiting = going = self._micro_batches
-        while waiting:
-            for micro_batch in going:
-                with self._listener.forward(self._round, micro_batch.index):
-                    micro_batch.resume()
-                if micro_batch.coroutine.ended:
-                    self._turn(micro_batch)
-            waiting = [micro_batch for micro_batch in waiting if not micro_batch.coroutine.ended]
-            block = min((m.coroutine.at for m in waiting if m.coroutine.at is not None), default=None)
-            going = [micro_batch for micro_batch in waiting if micro_batch.coroutine.at == block]
-            if block is not None:
-                self._round += 1
-                self._block_of[self._round] = block
-        self._complete(self._round)
-        for round_index in range(self._round, 0, -1):
-            for micro_batch in self._micro_batches:
-                tensors, grads = micro_batch.cuts.take(round_index)
-                if tensors:
-                    self._listener.go_on(micro_batch.index, tensors, grads)
-            self._complete(round_index - 1)
+        self.go(self._micro_batches)
         return self._losses
 
     def close(self) -> None:
@@ -205,14 +193,13 @@ class _Pass:
         coroutine.pause(block)
         micro_batch = next(m for m in self._micro_batches if m.coroutine is coroutine)
         micro_batch.path.append(block)
-        return micro_batch.cuts.cut(self._round, args), micro_batch.cuts.cut(self._round, kwargs)
+        return micro_batch.cuts.cut(self.running, args), micro_batch.cuts.cut(self.running, kwargs)
 
-    def uses(self, units: Sequence[int]) -> None:
-        for unit in units:
-            self._first_use.setdefault(unit, self._round)
+    def _forward(self, micro_batch: _MicroBatch) -> None:
+        with self._listener.forward(self.running, micro_batch.index):
+            micro_batch.resume()
 
-    def _turn(self, micro_batch: _MicroBatch) -> None:
-        """Run the backward of the last piece after a finished forward."""
+    def _start(self, micro_batch: _MicroBatch) -> None:
         loss = micro_batch.coroutine.take_result()
         path = tuple(micro_batch.path)
         if path not in self._checked:
@@ -221,8 +208,13 @@ class _Pass:
         self._losses[micro_batch.index] = loss.detach()
         self._listener.start(micro_batch.index, loss)
 
-    def _complete(self, round_index: int) -> None:
-        self._listener.complete([unit for unit, first in self._first_use.items() if first == round_index])
+    def _go_on(self, micro_batch: _MicroBatch, round_index: int) -> None:
+        tensors, grads = micro_batch.cuts.take(round_index)
+        if tensors:
+            self._listener.go_on(micro_batch.index, tensors, grads)
+
+    def _complete(self, units: Sequence[int]) -> None:
+        self._listener.complete(units)
 
     def _check(self, micro_batch: _MicroBatch, loss: torch.Tensor) -> None:
         """Check that the pieces of the graph are separate.
@@ -234,7 +226,7 @@ class _Pass:
         if joined is not None:
             round_index, node = joined
             raise InfinityError(
-                f"a tensor goes past the entry of block `{self._blocks[self._block_of[round_index]]}` to a later part "
+                f"a tensor goes past the entry of block `{self._blocks[self.block_of[round_index]]}` to a later part "
                 f"of the model (autograd node {node.name()}): layer-major micro-batches serve models in which all "
                 f"that needs a gradient goes through the blocks' inputs; {INSTEAD}"
             )

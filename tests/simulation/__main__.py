@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -25,6 +27,7 @@ def main() -> int:
     parser.add_argument("seed", nargs="?", type=int, default=0, help="of the scenario, or the first of those searched")
     parser.add_argument("--seconds", type=float, help="run one seed after the other for so long, up to a violation")
     parser.add_argument("--steps", type=int, default=12, help="of each scenario")
+    parser.add_argument("--deaths", type=float, default=0.0, help="share of calls in which a process dies")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run the scenario that an earlier run has printed")
     parser.add_argument("--engine", action="store_true", help="run it on the engine, too, and compare the decisions")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant a fault")
@@ -32,25 +35,24 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.mutants:
         return _find_all(arguments.seconds or 60.0)
+    drawn = partial(draw, steps=arguments.steps, deaths=arguments.deaths)
     with planted(arguments.mutant) if arguments.mutant else nullcontext():
         if arguments.seconds is not None:
-            return _search(arguments.seed, arguments.steps, arguments.seconds)
-        if arguments.replay is not None:
-            scenario = parse(arguments.replay.read_text())
-        else:
-            scenario = draw(arguments.seed, steps=arguments.steps)
+            return _search(drawn, arguments.seed, arguments.seconds)
+        replay: Path | None = arguments.replay
+        scenario = drawn(arguments.seed) if replay is None else parse(replay.read_text())
         if arguments.engine:
             return _compare(scenario)
         outcome = simulate(scenario, print)
         return _tell(scenario, outcome)
 
 
-def _search(seed: int, steps: int, seconds: float) -> int:
+def _search(drawn: Callable[[int], Scenario], seed: int, seconds: float) -> int:
     end_s = time.monotonic() + seconds
-    total, end = search(lambda seed, _: draw(seed, steps=steps) if time.monotonic() < end_s else None, seed)
+    total, end = search(lambda seed, _: drawn(seed) if time.monotonic() < end_s else None, seed)
     if total.violation is not None:
         print(f"seed {end - 1}")
-        return _tell(draw(end - 1, steps=steps), total)
+        return _tell(drawn(end - 1), total)
     print(f"{total.steps} steps, {total.events} events, {total.crashes} crashes, {total.failures} failures: all holds")
     return 0
 

@@ -5,22 +5,60 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+from infinity.optim.pipeline import LEAST_SLOTS
 from infinity.simulation.clock import Tempo
-from infinity.simulation.model import SCHEDULES, STAGING_UNITS, Config, Loop, RankSpec, Scenario, UnitSpec, calls_of
+from infinity.simulation.model import (
+    SCHEDULES,
+    STAGING_UNITS,
+    Call,
+    Config,
+    Death,
+    Loop,
+    RankSpec,
+    Scenario,
+    UnitSpec,
+    calls_of,
+)
 
 
-def draw(seed: int, *, steps: int = 12) -> Scenario:
-    """The scenario of a seed."""
+def draw(seed: int, *, steps: int = 12, deaths: float = 0.0) -> Scenario:
+    """The scenario of a seed.
+
+    Args:
+        deaths: share of the calls in which a process dies, in scenarios that commit each step; some die anyway.
+    """
     random = Random(seed)
     config, loop = _Drawn(random).world()
-    return Scenario(_varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps), seed)
+    others = Random(-2 - seed)
+    if not config.shared_bytes and others.random() < 0.15:  # gradients of several units are open at once
+        loop = replace(loop, layer_major=others.randint(2, 3))
+    scenario = Scenario(_varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps), seed)
+    return _with_deaths(scenario, deaths) if config.keeps and deaths else scenario
+
+
+def _with_deaths(scenario: Scenario, share: float) -> Scenario:
+    config, random = scenario.config, Random(scenario.seed)
+    longest = 8 * len(config.units)
+    calls: list[Call] = []
+    for call in scenario.calls:
+        if random.random() < share:
+            calls.append(Death(random.randrange(len(config.ranks)), random.randint(1, longest)))
+        calls.append(call)
+    return replace(scenario, calls=tuple(calls))
 
 
 def _varied(config: Config, random: Random) -> Config:
     """Where the device has a memory of its own, some units live in the host's; gradients of some come in parts."""
     share = random.choice((0.0, 0.5, 1.0)) if config.staging_bytes and not config.keeps else 0.0
     units = tuple(_with_home(unit, random.random() < share, random.random() < 0.5) for unit in config.units)
-    return replace(config, units=units)
+    units = tuple(replace(unit, stored=_stored(unit, random)) for unit in units)
+    return replace(config, units=units, ring=random.choice((LEAST_SLOTS, LEAST_SLOTS, 6)))
+
+
+def _stored(unit: UnitSpec, random: Random) -> int:
+    """Where states tell old values, all of them are on the drive."""
+    all_stored = unit.old_params == "states" or random.random() < 0.3
+    return 0 if unit.on_device or not unit.grads else unit.tiles if all_stored else random.randint(0, unit.tiles)
 
 
 def _with_home(unit: UnitSpec, host: bool, parts: bool) -> UnitSpec:

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
+from infinity.optim.reading import Reading
 from infinity.schedule import actions
 from infinity.schedule import scheduler as scheduler_module
 from infinity.schedule.cycle import Cycle
@@ -26,6 +28,7 @@ from infinity.simulation import performer as performer_module
 from infinity.simulation import rank as rank_module
 from infinity.simulation.clock import Tempo
 from infinity.simulation.gradients import GradMemory
+from infinity.simulation.layer_major import LayerMajorPass
 from infinity.simulation.model import Config, Fault, Look, Pass, RankSpec, Scenario, Step, UnitSpec
 from infinity.simulation.performer import Performer
 from infinity.simulation.rank import Rank
@@ -34,7 +37,11 @@ from infinity.simulation.run import simulate
 from infinity.simulation.worker import Worker
 from infinity.tiers import Residency
 from infinity.tiers.copies import State
+from infinity.tiers.ring import Ring
+from infinity.tiers.slots import Slots
+from infinity.tiers.states import StateStore
 from infinity.zero.gathering import Gathering
+from infinity.zero.rounds import Rounds
 from tests.simulation.drawn import draw
 
 Change = tuple[Any, Any, Any]  # an owner, one of its attributes or entries, and what takes its place
@@ -68,13 +75,16 @@ MUTANTS: dict[str, Mutant] = {}
 SEEDS = {
     "blocked_while_stored": 79,
     "clipped_stands": 36,
+    "complete_after_last_use": 26,
+    "complete_after_one": 12,
     "error_swallowed": 48,
-    "fetch_forgotten": 41,
+    "fetch_forgotten": 84,
     "made_forgotten": 33,
     "old_unit_not_awaited": 124,
     "pins_stay": 18,
     "plan_evicts_arriving": 84,
     "prefetch_past_budget": 20,
+    "read_past_write": 30,
     "streams_into_used": 123,
     "undone_keeps_gradients": 48,
     "upcoming_by_memory": 19,
@@ -94,7 +104,7 @@ SCENARIOS = {
     "failed_counts_as_computed": Scenario(
         Config((_KEPT,) * 3, (RankSpec(3, Tempo(0.3, 20)),), keeps=True),
         (_THREE, Step(), Look((0,)), Look((1,)), Look((0,)), Fault(0, "update"), _THREE),
-        seed=1,
+        seed=2,
     ),
     "gathered_where_ahead": Scenario(
         Config((replace(_STAYS, tiles=2, ahead=2), _STAYS), (_LATE, _LATE), "speculative", images=2),
@@ -342,6 +352,50 @@ def _first_must_be_ready(self: Any, distance: Callable[[Any], int]) -> Any:
 def _begun_stays(self: Any, update: Any) -> None:
     update.begun = True
     self.updates.insert(0, update)
+
+
+# Optimizer states #
+
+_add("read_past_write", "states are read while their last update is written", (Ring, "_settle", _none))
+_add("epoch_goes_on", "states of the committed step are written over", (Slots, "next_epoch", _none))
+_add("states_not_undone", "an undone update leaves its states", (StateStore, "undo", _none))
+
+
+@_mutant("a slot of the ring is free before its write has ended", Ring, "let_go")
+def _ring_slot_freed_early(original: Any, self: Any, tile: Any) -> Any:
+    slot, write = tile.lease, original(self, tile)
+    if write is not None:
+        self._free.append(slot)
+    return write
+
+
+@_mutant("a tile that was read ahead keeps its slot when its update is stopped", Ring, "give_up")
+def _read_ahead_stays(self: Any, tile: Any) -> None:
+    if tile in self._arriving:
+        self._finish_read(tile)
+
+
+@_mutant("more tiles are read ahead than the ring has slots", Reading, "read_ahead")
+def _read_past_ring(original: Any, self: Any) -> None:
+    self._ring._free.extend(() if self._ring._free else [SimpleNamespace(version=0)])
+    original(self)
+
+
+# Layer-major micro-batches #
+
+
+@_mutant("a unit that is used twice is complete once micro-batches have left its last use", Rounds, "uses")
+def _complete_after_last_use(self: Any, units: Any) -> None:
+    self._first_use |= dict.fromkeys(units, self.running)
+
+
+@_mutant("a unit is complete once the first micro-batch has left it", LayerMajorPass, "_backward")
+def _complete_after_one(original: Any, self: Any, micro_batch: Any, round_index: int | None) -> None:
+    original(self, micro_batch, round_index)
+    if round_index is not None and any(at < round_index for at in micro_batch.entered):
+        self._complete([unit for unit in self._call.uses[micro_batch.entered[round_index]] if unit in self._first_use])
+        for unit in self._call.uses[micro_batch.entered[round_index]]:
+            self._first_use.pop(unit, None)
 
 
 # Ranks #

@@ -114,6 +114,7 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             streams=apart,
             host=unit.host and not speculative,
             parts=False,
+            stored=0,
         )
         for unit in config.units
     )
@@ -143,13 +144,14 @@ def _expressed_calls(scenario: Scenario, leave: Callable[[str, bool], bool]) -> 
         match call:
             case Pass():
                 leave("exceptions within a pass", call.stop is not None)
+                leave("layer-major micro-batches", bool(call.micro_batches))
                 leave("modules with parameters of several units", any(len(use) > 1 for use in call.uses))
                 uses = tuple((unit,) for use in call.uses for unit in use)
                 if not call.evaluates:
                     passes += 1
                     if most and leave("steps of other numbers of micro-batches", passes > most):
                         continue
-                yield replace(call, uses=uses, stop=None)
+                yield replace(call, uses=uses, stop=None, micro_batches=())
             case Step():
                 if leave("steps of other numbers of micro-batches", passes < (most or 1)):
                     continue

@@ -107,7 +107,10 @@ def _without_unit(scenario: Scenario, unit: int) -> Scenario:
 
 def _simpler(call: Call) -> Iterator[Call]:
     match call:
-        case Pass(uses=uses, looks=looks, stop=stop):
+        case Pass(uses=uses, looks=looks, stop=stop, micro_batches=micro_batches):
+            if micro_batches:
+                yield replace(call, micro_batches=())
+                yield replace(call, micro_batches=micro_batches[1:])
             if looks:
                 yield replace(call, looks=())
             if stop is not None:

@@ -12,6 +12,7 @@ from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.errors import CapacityError, ConfigError
 from infinity.planner import Machine, TrainingPlan, plan_training
+from infinity.simulation.model import Pass
 from infinity.simulation.planned import Planned, planned_of, search_planned
 from tests.action_logs.cases import CASES, LARGE, ON_DEVICE, Case, config_of
 from tests.action_logs.test_planner import Counted
@@ -77,6 +78,8 @@ def test_budgets_are_those_of_the_plan(tmp_path: Path) -> None:
 def test_what_is_simulated_otherwise_is_named(tmp_path: Path) -> None:
     _, simulated = planned(ALL["layer_major"], tmp_path)
     assert any("layer-major" in note for note in simulated.notes)
+    passes = [call for call in simulated.scenario(0).calls if isinstance(call, Pass) and not call.evaluates]
+    assert {len(each.micro_batches) for each in passes} == {simulated.loop.layer_major} == {simulated.loop.accumulation}
     _, simulated = planned(ALL["ranks"], tmp_path)
     assert any("not exchanged between ranks" in note for note in simulated.notes)
 

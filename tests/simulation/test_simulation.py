@@ -7,7 +7,7 @@ import time
 import pytest
 
 from infinity.simulation.clock import Tempo
-from infinity.simulation.model import Config, Death, Pass, RankSpec, Scenario, Step, UnitSpec
+from infinity.simulation.model import Config, Death, Fault, Pass, RankSpec, Scenario, Step, UnitSpec
 from infinity.simulation.run import search, simulate, with_last
 from tests.simulation.drawn import draw
 from tests.simulation.mutants import MUTANTS, find, planted
@@ -23,7 +23,10 @@ def test_new_seeds_break_no_promise() -> None:
     assert total.violation is None, f"python -m tests.simulation {end - 1} shows and shrinks it: {total.violation}"
 
 
-@pytest.mark.parametrize("seed", range(40))
+_FOUND = (10_000_209,)  # the worker chooses a speculative update while another one is withdrawn
+
+
+@pytest.mark.parametrize("seed", [*range(40), *_FOUND])
 def test_fixed_seeds_break_no_promise(seed: int) -> None:
     assert simulate(draw(seed)).violation is None
 
@@ -70,6 +73,25 @@ def test_a_committed_step_survives_a_death_at_every_moment() -> None:
         outcome = simulate(Scenario(config, (*step, *step, Death(0, ticks), *step, *step, *step, *step), seed=ticks))
         assert outcome.violation is None
         assert outcome.crashes == 1
+
+
+def test_a_failed_prefetch_that_nobody_waits_for_loses_nothing() -> None:
+    units = (UnitSpec(6), UnitSpec(28), UnitSpec(13))
+    calls = (Pass(((0,), (1,), (2,))), Fault(0, "fetch"), Pass(((0,), (1,))))
+    assert simulate(Scenario(Config(units, (RankSpec(46),), "backward"), calls)).violation is None
+
+
+def test_an_update_that_was_decided_on_before_it_ran_leaves_nothing_to_undo() -> None:
+    config = Config(
+        (UnitSpec(1, tiles=3, ahead=2, old_params="images"),),
+        (RankSpec(15, Tempo(0.0, 10**6)),),
+        "speculative",
+        images=2,
+        ring=6,
+    )
+    one = Pass(((0,),))
+    scenario = Scenario(config, (Step(), one, Step(), one, Step("clipped")), seed=1795843332005)
+    assert simulate(scenario).violation is None
 
 
 def test_the_last_pass_of_a_step_is_told_from_the_others() -> None:

@@ -1,0 +1,74 @@
+"""A pass of layer-major micro-batches: each use of the pass is a block, in the order of the engine's own rounds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from infinity.simulation.model import Pass
+from infinity.zero.rounds import Rounds
+
+
+class Trains(Protocol):
+    """The parts of a pass that a rank performs."""
+
+    def forward_use(self, call: Pass, position: int) -> None: ...
+
+    def open_backward(self) -> None: ...
+
+    def backward_use(self, call: Pass, position: int) -> None: ...
+
+    def complete(self, units: Sequence[int]) -> None: ...
+
+
+class MicroBatch:
+    """The blocks that it still has to go through, and those that it has entered, by round."""
+
+    def __init__(self, positions: Iterable[int]) -> None:
+        self.at: int | None = None
+        self.ended = False
+        self.left = deque(positions)
+        self.entered: dict[int, int] = {}
+
+    def pause(self) -> None:
+        self.at = self.left.popleft() if self.left else None
+        self.ended = self.at is None
+
+
+class LayerMajorPass(Rounds[MicroBatch]):
+    """Runs the micro-batches of `call` through a rank."""
+
+    def __init__(self, rank: Trains, call: Pass) -> None:
+        super().__init__()
+        self._rank = rank
+        self._call = call
+        self._opened = False
+
+    def run(self) -> None:
+        count = len(self._call.uses)
+        self.go([MicroBatch(at for at in each if at < count) for each in self._call.micro_batches])
+
+    def _forward(self, micro_batch: MicroBatch) -> None:
+        if micro_batch.at is not None:
+            micro_batch.entered[self.running] = micro_batch.at
+            self.uses(self._call.uses[micro_batch.at])
+            self._rank.forward_use(self._call, micro_batch.at)
+        micro_batch.pause()
+
+    def _start(self, micro_batch: MicroBatch) -> None:
+        if not self._opened:
+            self._rank.open_backward()
+            self._opened = True
+        self._backward(micro_batch, max(micro_batch.entered, default=None))
+
+    def _go_on(self, micro_batch: MicroBatch, round_index: int) -> None:
+        if round_index in micro_batch.entered:
+            self._backward(micro_batch, max((at for at in micro_batch.entered if at < round_index), default=None))
+
+    def _backward(self, micro_batch: MicroBatch, round_index: int | None) -> None:
+        if round_index is not None:
+            self._rank.backward_use(self._call, micro_batch.entered[round_index])
+
+    def _complete(self, units: Sequence[int]) -> None:
+        self._rank.complete(sorted(units, reverse=True))

@@ -1,0 +1,261 @@
+"""Optimizer states with versions in the place of values: the engine's own tiles, slots and ring on a simulated drive.
+
+The version of a tile's states is the number of updates that it has had. Tiles whose home is the drive pass through the
+ring; the engine's coherence protocol refuses what would read or write a wrong copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from infinity.io import Priority, Span
+from infinity.simulation.clock import Clock, Operation
+from infinity.simulation.invariants import violate
+from infinity.tiers.copies import Memory
+from infinity.tiers.ring import Ring
+from infinity.tiers.slots import Extent, Part, SlotExtent, Slots
+from infinity.tiers.states import StateStore, Tile
+
+if TYPE_CHECKING:
+    from infinity.simulation.model import UnitSpec
+
+_HOST, _NVME = Memory.HOST, Memory.NVME
+_TORN = -1
+
+
+class _Memory:
+    """A tile's home in host memory, or a slot of the ring; a lease."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def span(self, _offset: int = 0, nbytes: int = 1) -> Span:
+        return Span(0, nbytes, self)
+
+
+class _Transfer:
+    """An operation as the engine sees it."""
+
+    def __init__(self, clock: Clock, operation: Operation) -> None:
+        self._clock = clock
+        self.operation = operation
+
+    def done(self) -> bool:
+        return self.operation.done
+
+    def result(self) -> None:
+        self._clock.wait(self.operation)
+        self.operation.check()
+
+    def times(self) -> None:
+        return None
+
+
+class _Drive:
+    """What the engine's `SwapSpace` does, with a version for each extent."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.slots = Slots()
+        self.versions: list[int] = []
+        self._clock = clock
+
+    def reserve(self, nbytes: int) -> Extent:
+        self.versions.append(0)
+        return Extent((cast(Any, len(self.versions) - 1),), nbytes)
+
+    def reserve_slots(self, nbytes: int, bounds: Sequence[int]) -> SlotExtent:
+        extent = SlotExtent((self.reserve(nbytes), self.reserve(nbytes)), tuple(bounds))
+        self.slots.add(extent)
+        return extent
+
+    @staticmethod
+    def at(extent: Extent) -> int:
+        return cast(int, extent.pieces[0])
+
+    def read(self, extent: Extent | SlotExtent, span: Span, *, priority: Priority) -> _Transfer:
+        if isinstance(extent, SlotExtent):
+            return self.read_parts(extent.parts(extent.newest, span, 0), priority)
+        at, memory = self.at(extent), cast(_Memory, span.owner)
+        read = self._clock.start("states read", -1)
+        memory.version = _TORN
+
+        def end() -> None:
+            if self.versions[at] == _TORN:
+                violate("race", "states are read while they are written")
+            memory.version = _TORN if read.failed else self.versions[at]
+
+        read.end = end
+        return _Transfer(self._clock, read)
+
+    def read_parts(self, parts: Sequence[Part], priority: Priority) -> _Transfer:
+        (part,) = parts
+        return self.read(part.extent, part.span, priority=priority)
+
+    def write(self, extent: Extent | SlotExtent, span: Span) -> _Transfer:
+        if isinstance(extent, SlotExtent):
+            (part,) = self.slots.to_write(extent, span, 0)
+            return self.write(part.extent, span)
+        at, memory = self.at(extent), cast(_Memory, span.owner)
+        write = self._clock.start("states write", -1)
+        version, self.versions[at] = memory.version, _TORN
+
+        def end() -> None:
+            if memory.version != version:
+                violate("race", "states change while they are written")
+            self.versions[at] = _TORN if write.failed else version
+
+        write.end = end
+        return _Transfer(self._clock, write)
+
+
+class States:
+    """The optimizer states of one rank.
+
+    Args:
+        slots: of the ring.
+        slotted: a tile on the drive has two places there.
+        written_through: each tile has.
+
+    Attributes:
+        tiles: those of each unit.
+    """
+
+    def __init__(
+        self, clock: Clock, units: Sequence[UnitSpec], slots: int, *, slotted: bool, written_through: bool
+    ) -> None:
+        self._drive = _Drive(clock)
+        self.store = StateStore(
+            [unit.tiles if unit.grads else 0 for unit in units],
+            1,
+            lambda numel: numel,
+            [home for unit in units if unit.grads for home in _homes(unit)],
+            arena=cast(Any, SimpleNamespace(lease=lambda _: _Memory())),
+            swap=cast(Any, self._drive),
+            counters=cast(Any, SimpleNamespace(moved=lambda *_, **__: None)),
+            written_through=written_through,
+            slotted=slotted,
+        )
+        self._slots = slots
+        waits: Any = SimpleNamespace(waiting=lambda _: nullcontext())
+        self.ring = Ring(self.store, cast(Any, [_Memory() for _ in range(slots)]), waits)
+        self._before: dict[Tile, int] = {}  # versions in the undo log, of tiles that are in memory alone
+        self.protected: dict[Tile, int] = {}
+        self._all = [tile for unit in range(len(units)) for tile in self.store.tiles(unit)]
+        for tile in self._all:
+            first = _HOST if tile.home is _HOST else _NVME
+            tile.begin_write(first)
+            tile.end_write(first)
+
+    def has_slots(self, unit: int) -> bool:
+        """An update that is submitted now would keep all old states of the unit on the drive."""
+        return all(map(self.store.can_undo, self.store.tiles(unit)))
+
+    def can_undo(self, unit: int, tile: int) -> bool:
+        """An update of the tile could be undone; see `Undo.can_undo`."""
+        each = self.store.tiles(unit)[tile]
+        return self.store.can_undo(each) or each.is_in_memory_alone
+
+    # Updates #
+
+    def begin(self, tile: Tile) -> None:
+        """Have the tile in memory, to be changed.
+
+        Raises:
+            InfinityError: it cannot be read.
+        """
+        self.ring.hold(tile)
+        tile.begin_write(_HOST)
+
+    def end(self, tile: Tile, target: int, *, keeps: bool) -> list[Operation]:
+        """The tile has become version `target`; returns its write, if there is one."""
+        memory = self._memory(tile)
+        if memory.version != target - 1:
+            violate("once", f"{tile.name} are at {memory.version}, and become {target}")
+        if keeps and not self.store.can_undo(tile):
+            self._before[tile] = memory.version
+        memory.version = target
+        tile.end_write(_HOST)
+        return self.let_go(tile)
+
+    def let_go(self, tile: Tile) -> list[Operation]:
+        """The tile may leave memory; what was not changed to its end is lost."""
+        write = self.ring.let_go(tile)
+        return [] if write is None else [cast(_Transfer, write).operation]
+
+    @staticmethod
+    def arriving(tile: Tile) -> Operation | None:
+        """The read of the tile into the ring, while it is under way."""
+        move = tile.arriving(_HOST)
+        return None if move is None or move.done() else cast(_Transfer, move.transfer).operation
+
+    def forget(self, unit: int) -> None:
+        """A speculative update stands."""
+        for tile in self.store.tiles(unit):
+            self._before.pop(tile, None)
+
+    def undo(self, unit: int, tiles: Sequence[int]) -> None:
+        """Have these tiles as they were before a speculative update."""
+        for tile in [self.store.tiles(unit)[index] for index in tiles]:
+            if tile in self._before:
+                self._memory(tile).version = self._before.pop(tile)
+                tile.take_back(_HOST)
+            elif isinstance(tile.extent, SlotExtent):
+                self.ring.undo(tile)
+
+    def recover(self, unit: int, tiles: Sequence[int], target: int) -> None:
+        """Read both versions of tiles that have become `target`, which tell the gradients and the parameters."""
+        for tile in [self.store.tiles(unit)[index] for index in tiles]:
+            self.ring.hold(tile)
+            with self.ring.before(tile) as place:
+                found = cast(_Memory, place).version, self._memory(tile).version
+                if found != (target - 1, target):
+                    violate("lost", f"{tile.name} are at {found}, and tell no update to {target}")
+            self.ring.let_go(tile)
+
+    @staticmethod
+    def _memory(tile: Tile) -> _Memory:
+        assert tile.lease is not None
+        return cast(_Memory, tile.lease)
+
+    # Promises #
+
+    def protect(self) -> None:
+        """What the drive has now stays there until the next call."""
+        self._drive.slots.next_epoch()
+        for tile in self._all:
+            if isinstance(tile.extent, SlotExtent):
+                newest = tile.extent.slots[tile.extent.newest[0]]
+                self.protected[tile] = self._drive.versions[self._drive.at(newest)]
+
+    def check_committed(self) -> None:
+        for tile, version in self.protected.items():
+            assert isinstance(tile.extent, SlotExtent)
+            found = [self._drive.versions[self._drive.at(slot)] for slot in tile.extent.slots]
+            if version not in found:
+                violate("crash", f"{tile.name} are committed at {version}, and the drive has {found}")
+
+    def check_at(self, unit: int, wanted: int) -> None:
+        """All updates of the unit are over."""
+        for tile in self.store.tiles(unit):
+            if tile.home is _HOST:
+                version = self._memory(tile).version
+            else:
+                assert tile.extent is not None
+                extent = tile.extent
+                newest = extent.slots[extent.newest[0]] if isinstance(extent, SlotExtent) else extent
+                version = self._drive.versions[self._drive.at(newest)]
+            if version != wanted:
+                violate("once", f"{tile.name} have had {version} updates, and {wanted} were asked for")
+
+    def close(self) -> None:
+        """Wait for all transfers; every slot is free then."""
+        self.ring.clear()
+        if len(self.ring._free) != self._slots:
+            violate("closed", f"{self._slots - len(self.ring._free)} slots of the ring are held")
+
+
+def _homes(unit: UnitSpec) -> list[Memory]:
+    return [_NVME if tile < unit.stored else _HOST for tile in range(unit.tiles)]

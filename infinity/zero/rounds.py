@@ -1,0 +1,82 @@
+"""The order in which layer-major micro-batches run: round by round, one block a round."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+
+class Paused(Protocol):
+    """A micro-batch whose forward pauses at the entry of each block."""
+
+    @property
+    def at(self) -> int | None:
+        """The block at whose entry it waits; None before its start and after its end."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether its forward has reached the loss."""
+        ...
+
+
+PausedT = TypeVar("PausedT", bound=Paused)
+
+
+class Rounds(ABC, Generic[PausedT]):
+    """Run forward and backward of all micro-batches of a step, see [Note: layer-major micro-batches].
+
+    Attributes:
+        running: the round that runs; round 0 is the part before the first block.
+        block_of: block by round.
+    """
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.block_of: dict[int, int] = {}
+        self._first_use: dict[int, int] = {}  # round by unit
+
+    def uses(self, units: Sequence[int]) -> None:
+        """Note a use of the units in the running round of the forward."""
+        for unit in units:
+            self._first_use.setdefault(unit, self.running)
+
+    def go(self, micro_batches: Sequence[PausedT]) -> None:
+        """Run them all, from before their start to the end of backward."""
+        waiting = going = micro_batches
+        while waiting:
+            for micro_batch in going:
+                self._forward(micro_batch)
+                if micro_batch.ended:
+                    self._start(micro_batch)
+            waiting = [each for each in waiting if not each.ended]
+            block = min((each.at for each in waiting if each.at is not None), default=None)
+            going = [each for each in waiting if each.at == block]
+            if block is not None:
+                self.running += 1
+                self.block_of[self.running] = block
+        self._complete_round(self.running)
+        for round_index in range(self.running, 0, -1):
+            for micro_batch in micro_batches:
+                self._go_on(micro_batch, round_index)
+            self._complete_round(round_index - 1)
+
+    def _complete_round(self, round_index: int) -> None:
+        self._complete([unit for unit, first in self._first_use.items() if first == round_index])
+
+    @abstractmethod
+    def _forward(self, micro_batch: PausedT) -> None:
+        """Run to the entry of the next block, or to the loss."""
+
+    @abstractmethod
+    def _start(self, micro_batch: PausedT) -> None:
+        """Run the backward of the last piece after a finished forward."""
+
+    @abstractmethod
+    def _go_on(self, micro_batch: PausedT, round_index: int) -> None:
+        """Run the backward of the piece before the block that it has entered in this round, if it has."""
+
+    @abstractmethod
+    def _complete(self, units: Sequence[int]) -> None:
+        """Called when backward has left all modules that used these units."""
