@@ -232,10 +232,10 @@ def test_the_device_budget_counts_the_shards(tmp_path) -> None:
     assert on_two_ranks(_within_the_least, path=tmp_path) == [0, 0]
 
 
-# Doors #
+# API calls #
 
 
-def through_the_doors(group: dist.ProcessGroup | None, ratio: float) -> tuple[list[float], dict[str, Any]]:
+def train_with_api_calls(group: dist.ProcessGroup | None, ratio: float) -> tuple[list[float], dict[str, Any]]:
     losses = []
     first, *data = mine(6)
     with start(group, ratio=ratio) as engine:
@@ -273,8 +273,8 @@ def head(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
-def test_what_is_read_and_written_through_the_doors(ratio, tmp_path) -> None:
-    compared(partial(through_the_doors, ratio=ratio), tmp_path, "slow_link")
+def test_api_calls_read_and_write_the_newest_values(ratio, tmp_path) -> None:
+    compared(partial(train_with_api_calls, ratio=ratio), tmp_path, "slow_link")
 
 
 def overflowing(group: dist.ProcessGroup | None) -> tuple[list[float], dict[str, Any]]:

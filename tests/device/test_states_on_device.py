@@ -97,7 +97,7 @@ def test_dropped_gradients_are_not_trained_on() -> None:
         assert train_over(engine, data) == losses
 
 
-def test_what_is_written_to_parameters_and_through_the_doors_is_trained_on() -> None:
+def test_training_uses_values_written_to_parameters_and_through_the_api() -> None:
     def train(device: str, schedule: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         placement = Placement("none", "none", schedule=schedule)
         model, config = tiny(), Recipe("bf16", 1, 0.5, STEPS).config(placement)

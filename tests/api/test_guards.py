@@ -12,9 +12,9 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError
+from tests.api.placements import PLACEMENTS, config_of, engine_in
+from tests.api.test_gathered import same
 from tests.behaviour.reference import LR, WEIGHT_DECAY, Recipe, batches, loss_of, tiny_llama, train_on
-from tests.doors.placements import PLACEMENTS, config_of, engine_in
-from tests.doors.test_gathered import same
 
 DATA = batches(4)
 

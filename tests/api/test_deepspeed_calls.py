@@ -16,8 +16,8 @@ from torch import nn
 import infinity as deepspeed
 from infinity.integrations.deepspeed import named_optimizers as named
 from infinity.optim import schedule_classes as schedules
+from tests.api.small_models import CONFIG, WIDTH, Heads, train, weights
 from tests.behaviour.ranks import run_ranks
-from tests.doors.small_models import CONFIG, WIDTH, Heads, train, weights
 
 LR = 1e-2
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import infinity
 from infinity.integrations.deepspeed import values
+from tests.api.small_models import WIDTH, Heads
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import batches, loss_of, tiny_llama
-from tests.doors.small_models import WIDTH, Heads
 
 LR = 1e-2
 SCALE = 2.0**8

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import infinity
-from tests.doors.small_models import CONFIG, Heads, engine_of, train, weights
+from tests.api.small_models import CONFIG, Heads, engine_of, train, weights
 
 
 def _append(optimizer: torch.optim.Optimizer) -> None:

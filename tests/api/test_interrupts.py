@@ -28,7 +28,7 @@ from infinity.integrations.deepspeed import parameters as deepspeeds
 from infinity.tiers import Link, Params, SameMemory
 from infinity.zero import GatheredParameters
 from infinity.zero.foresight import Foresight
-from tests.doors.sequences import WIDTH, Blocks
+from tests.api.sequences import WIDTH, Blocks
 
 STEPS, AT = 4, 2  # the interrupt comes in the third of four steps
 EVERY = int(os.environ.get("INTERRUPT_EVERY", "5"))  # of the lines; 1 takes minutes

@@ -16,7 +16,7 @@ import infinity
 from infinity.integrations.deepspeed.engine import initialize
 from infinity.integrations.deepspeed.parameters import GatheredParameters
 from infinity.integrations.deepspeed.values import safe_get_full_fp32_param, safe_get_full_grad
-from tests.doors.small_models import CONFIG
+from tests.api.small_models import CONFIG
 
 WIDTH = 64
 pytestmark = pytest.mark.usefixtures("ends_process_group")

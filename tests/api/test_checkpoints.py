@@ -24,8 +24,8 @@ import infinity
 from infinity.checkpoint import Run, convert
 from infinity.checkpoint.identity import first_difference, model_identity
 from infinity.checkpoint.runs import LOCK
+from tests.api.small_models import WIDTH, Heads, engine_of, train, weights
 from tests.behaviour.ranks import run_ranks
-from tests.doors.small_models import WIDTH, Heads, engine_of, train, weights
 from tests.prepared import Child
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12
@@ -106,9 +106,9 @@ def after_check(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -
 
 
 def assert_stopped(engine: infinity.Engine, directory: Path) -> None:
-    for door in (lambda: train(engine), lambda: engine.save_checkpoint(directory / "new")):
+    for call in (lambda: train(engine), lambda: engine.save_checkpoint(directory / "new")):
         with pytest.raises(infinity.InfinityError, match="the engine has stopped after an error"):
-            door()
+            call()
     assert not (directory / "new").exists()
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import infinity
-from tests.doors.sequences import EPS, Blocks
-from tests.doors.test_interrupts import Case, data
+from tests.api.sequences import EPS, Blocks
+from tests.api.test_interrupts import Case, data
 
 STEPS, ACCUMULATION = 2, 4
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 1e-2, "eps": EPS}
-DOORS: dict[str, Callable[[infinity.Engine], None]] = {
+ZERO_GRADS: dict[str, Callable[[infinity.Engine], None]] = {
     "engine": lambda engine: engine.zero_grad(),
     "optimizer": lambda engine: engine.optimizer.zero_grad(),
     "model": lambda engine: engine.module.zero_grad(),
@@ -42,9 +42,9 @@ def accumulating(schedule: str, tmp_path) -> infinity.Engine:
 
 
 @pytest.mark.parametrize("before_step", [False, True])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("zero_grad", ZERO_GRADS)
 @pytest.mark.parametrize("schedule", ["deferred", "barrier", "backward", "speculative"])
-def test_the_step_ends_where_it_would(schedule, door, before_step, tmp_path) -> None:
+def test_the_step_ends_where_it_would(schedule, zero_grad, before_step, tmp_path) -> None:
     dropped = 1
     with accumulating(schedule, tmp_path) as engine:
         for step in range(STEPS):
@@ -52,18 +52,18 @@ def test_the_step_ends_where_it_would(schedule, door, before_step, tmp_path) -> 
                 assert engine.is_gradient_accumulation_boundary() == (micro_batch == ACCUMULATION - 1)
                 engine.backward(engine(data(step, micro_batch)))
                 if before_step and (step, micro_batch) == (0, dropped):
-                    DOORS[door](engine)
+                    ZERO_GRADS[zero_grad](engine)
                 engine.step()
                 if not before_step and (step, micro_batch) == (0, dropped):
-                    DOORS[door](engine)
+                    ZERO_GRADS[zero_grad](engine)
             assert (engine.global_steps, engine.micro_steps) == (step + 1, ACCUMULATION * (step + 1))
         found = dict(engine.named_parameters())
     for name, value in plain(dropped).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_step_left_out_after_a_failed_backward_ends_where_it_would(door, tmp_path) -> None:
+@pytest.mark.parametrize("zero_grad", ZERO_GRADS)
+def test_a_step_left_out_after_a_failed_backward_ends_where_it_would(zero_grad, tmp_path) -> None:
     with accumulating("deferred", tmp_path) as engine:
         for step in range(STEPS):
             for micro_batch in range(ACCUMULATION):
@@ -73,7 +73,7 @@ def test_a_step_left_out_after_a_failed_backward_ends_where_it_would(door, tmp_p
                     with pytest.raises(ValueError, match="on purpose"):
                         engine.backward(engine(data(step, micro_batch)))
                     engine.module.fails = None
-                    DOORS[door](engine)
+                    ZERO_GRADS[zero_grad](engine)
                 else:
                     engine.backward(loss)
                 engine.step()

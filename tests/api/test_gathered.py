@@ -10,8 +10,8 @@ import torch
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.zero import GatheredParameters
+from tests.api.placements import PLACEMENTS, engine_in
 from tests.behaviour.reference import batches, loss_of, tiny_llama, train_on
-from tests.doors.placements import PLACEMENTS, engine_in
 
 DATA = batches(4)
 
@@ -112,7 +112,7 @@ def test_what_stores_or_changes_values_inside_is_refused(tmp_path) -> None:
         engine.backward(loss_of(engine, DATA[0]))
         with GatheredParameters(engine.module, 0), torch.no_grad():
             engine.module.lm_head.weight.fill_(0.5)
-            for door in (
+            for call in (
                 engine.step,
                 lambda: engine.save_checkpoint(tmp_path),
                 lambda: engine.load_checkpoint(tmp_path),
@@ -120,7 +120,7 @@ def test_what_stores_or_changes_values_inside_is_refused(tmp_path) -> None:
                 with pytest.raises(
                     InfinityError, match="inside GatheredParameters, which stores its changes at the end"
                 ):
-                    door()
+                    call()
             assert bool((dict(engine.named_parameters())["lm_head.weight"] == 0.5).all())
         engine.step()
         assert not bool((dict(engine.named_parameters())["lm_head.weight"] == 0.5).all())

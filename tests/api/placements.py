@@ -1,4 +1,4 @@
-"""Engines in the placements whose doors differ: parameters that stay, and parameters that come and go."""
+"""Engines in the placements whose API calls differ: parameters stay in memory, or are fetched at use."""
 
 from __future__ import annotations
 

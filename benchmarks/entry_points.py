@@ -1,10 +1,10 @@
-"""Random sequences of what scripts do beside the paved road, through the engine and through plain torch side by side.
+"""Random sequences of API calls, done through the engine and through plain torch side by side.
 
-    python benchmarks/doors.py --sequences 2000 --json
+    python benchmarks/entry_points.py --sequences 2000 --json
 
-The claim: no difference from torch that is not a refusal, no crash, no leak. A door is a call such as `state_dict`,
-`zero_grad`, a checkpoint, an exception or Ctrl-C in a pass, a write to a parameter (tests/doors/sequences.py has them).
-There is no floor: it counts, and does not time.
+The claim: each operation gives torch's numbers or is refused; none crashes or leaks. An operation is a call such as
+`state_dict` or `zero_grad`, a checkpoint, an exception or Ctrl-C in a pass, or a write to a parameter;
+tests/api/sequences.py lists them. The benchmark counts and does not time, so it states no floor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.doors.sequences import CASES, DOORS, run_sequence
+from tests.api.sequences import CASES, OPERATIONS, run_sequence
 
 
 def held(path: Path) -> dict[str, int]:
@@ -44,13 +44,13 @@ def run(sequences: int, seed: int, path: Path) -> dict[str, Any]:
     for index in range(sequences):
         choice = random.Random(seed + index)
         case = choice.choice(CASES)
-        names = choice.choices(sorted(DOORS), k=choice.randrange(3, 14))
+        names = choice.choices(sorted(OPERATIONS), k=choice.randrange(3, 14))
         with tempfile.TemporaryDirectory(dir=path) as place:
             try:
                 outcomes += run_sequence(case, names, seed + index, Path(place))
             except Exception as error:
                 failures.append(
-                    {"seed": seed + index, "doors": names, "error": f"{type(error).__name__}: {error}"[:500]}
+                    {"seed": seed + index, "operations": names, "error": f"{type(error).__name__}: {error}"[:500]}
                 )
         if index == sequences // 4:  # caches are full by then
             settled = held(path)

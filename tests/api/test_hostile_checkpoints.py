@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import infinity
 from infinity.checkpoint import convert, latest_tag
 from infinity.cli.main import main
-from tests.doors.small_models import engine_of, reseal, train, weights
+from tests.api.small_models import engine_of, reseal, train, weights
 
 pytestmark = pytest.mark.timeout(30)  # a pipe that is waited for is a failure, not a hang
 
@@ -247,9 +247,9 @@ def test_saving_where_a_file_is_says_so(place, tmp_path) -> None:
 @pytest.mark.parametrize("tag", ["a\0b", "..", ".", "\ud800"])
 def test_a_tag_that_no_directory_can_have_is_refused(tag, tmp_path) -> None:
     with engine_of() as engine:
-        for door in (engine.save_checkpoint, engine.load_checkpoint):
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
             with pytest.raises(infinity.ConfigError, match="must be a plain directory name"):
-                door(tmp_path, tag=tag)
+                call(tmp_path, tag=tag)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,18 +38,18 @@ def place(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-Door = Callable[[Any, Any, list[torch.Tensor]], None]  # (model or engine, its optimizer, micro-batches)
+Loop = Callable[[Any, Any, list[torch.Tensor]], None]  # (model or engine, its optimizer, micro-batches)
 
 
-def torch_weights(door: Door, data: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def torch_weights(loop: Loop, data: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     model = tiny_gpt2()
-    door(model, torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY), data)
+    loop(model, torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY), data)
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def engine_weights(door: Door, data: list[torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def engine_weights(loop: Loop, data: list[torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
     with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
-        door(engine, engine.optimizer, data)
+        loop(engine, engine.optimizer, data)
         return dict(engine.named_parameters())
 
 

@@ -1,7 +1,7 @@
-"""Random sequences of doors, through an engine and through plain torch side by side.
+"""Random sequences of operations, done to an engine and to plain torch side by side.
 
-A door is something that a training script does beside the paved road. Each is done to both, and what can be seen is
-compared. The engine may refuse a door, by an `InfinityError`; then torch leaves it out, too.
+An operation is something that a training script does between forward, backward and step. Each is done to both models,
+and what the script can see is compared. The engine may refuse an operation by an `InfinityError`; then torch skips it.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class Run:
     """One sequence.
 
     Attributes:
-        log: the doors so far, for messages.
-        outcomes: how often doors were done, and refused.
+        log: the operations so far, for messages.
+        outcomes: how often operations were done and refused.
     """
 
     case: Case
@@ -188,7 +188,7 @@ class Run:
         """Whether it was not refused."""
         self.log.append(name)
         try:
-            DOORS[name](self)
+            OPERATIONS[name](self)
         except infinity.InfinityError as error:
             self.outcomes["refused"] += 1
             self.outcomes[f"refused {name}: {str(error).split(':')[0][:60]}"] += 1
@@ -199,22 +199,22 @@ class Run:
         return True
 
     def compare(self) -> None:
-        """All parameters, by the engine's own door."""
+        """Compare all parameters, as the engine gives them."""
         reference = dict(self.torch.model.named_parameters())
         for name, values in self.engine.named_parameters():
             self.same(name, values, reference[name].detach())
 
 
-Door = Callable[[Run], None]
-DOORS: dict[str, Door] = {}
+Operation = Callable[[Run], None]
+OPERATIONS: dict[str, Operation] = {}
 
 
-def door(function: Door) -> Door:
-    DOORS[function.__name__] = function
+def operation(function: Operation) -> Operation:
+    OPERATIONS[function.__name__] = function
     return function
 
 
-@door
+@operation
 def train(run: Run) -> None:
     x = run.x()
     loss = run.engine(x)
@@ -224,7 +224,7 @@ def train(run: Run) -> None:
     run.torch.step()
 
 
-@door
+@operation
 def train_by_loss_backward(run: Run) -> None:
     x = run.x()
     run.engine(x).backward()
@@ -233,26 +233,26 @@ def train_by_loss_backward(run: Run) -> None:
     run.torch.step()
 
 
-@door
+@operation
 def backward_alone(run: Run) -> None:
     x = run.x()
     run.engine.backward(run.engine(x))
     run.torch.backward(x)
 
 
-@door
+@operation
 def step_alone(run: Run) -> None:
     run.engine.step()
     run.torch.step()
 
 
-@door
+@operation
 def forward_without_backward(run: Run) -> None:
     x = run.x()
     run.same("the loss", run.engine(x).detach(), run.torch.model(x).detach())
 
 
-@door
+@operation
 def evaluate(run: Run) -> None:
     x = run.x()
     with torch.no_grad():
@@ -260,21 +260,21 @@ def evaluate(run: Run) -> None:
     run.engine.train()
 
 
-@door
+@operation
 def evaluate_past_the_engine(run: Run) -> None:
     x = run.x()
     with torch.no_grad():
         run.same("the loss", run.engine.module(x), run.torch.model(x))
 
 
-@door
+@operation
 def zero_grad(run: Run) -> None:
     chosen = run.random.choice([run.engine, run.engine.optimizer, run.engine.module])
     chosen.zero_grad()
     run.torch.zero_grad()
 
 
-@door
+@operation
 def state_dict(run: Run) -> None:
     reference = run.torch.model.state_dict()
     here = run.engine.module.state_dict()
@@ -284,7 +284,7 @@ def state_dict(run: Run) -> None:
         run.same(f"state_dict {name}", values, reference[name])
 
 
-@door
+@operation
 def load_state_dict(run: Run) -> None:
     torch.manual_seed(run.random.randrange(1000))
     values = {name: torch.randn_like(value) * 0.1 for name, value in run.torch.model.state_dict().items()}
@@ -292,13 +292,13 @@ def load_state_dict(run: Run) -> None:
     run.torch.model.load_state_dict(values)
 
 
-@door
+@operation
 def save_checkpoint(run: Run) -> None:
     run.engine.save_checkpoint(run.path / "saved")
     run.torch.saved = copy.deepcopy((run.torch.model.state_dict(), run.torch.optimizer.state_dict()))
 
 
-@door
+@operation
 def load_checkpoint(run: Run) -> None:
     found, _ = run.engine.load_checkpoint(run.path / "saved")
     if (found is None) != (run.torch.saved is None):
@@ -310,14 +310,14 @@ def load_checkpoint(run: Run) -> None:
         run.torch.micro_steps = run.engine.micro_steps
 
 
-@door
+@operation
 def gathered_read(run: Run) -> None:
     with infinity.zero.GatheredParameters(run.engine.module):
         for (name, here), there in zip(run.engine.module.named_parameters(), run.torch.model.parameters(), strict=True):
             run.same(name, here.detach(), there.detach())
 
 
-@door
+@operation
 def gathered_write(run: Run) -> None:
     index = run.random.randrange(3)
     here, there = run.engine.module.blocks[index].weight, run.torch.model.blocks[index].weight
@@ -327,7 +327,7 @@ def gathered_write(run: Run) -> None:
         there.mul_(0.5)
 
 
-@door
+@operation
 def raw_write(run: Run) -> None:
     if run.case.stage == 3 or run.engine._step.updates.under_way:  # NaN, which torch does not write to
         return
@@ -335,7 +335,7 @@ def raw_write(run: Run) -> None:
         model.blocks[0].weight.data.mul_(0.5)
 
 
-@door
+@operation
 def raw_read(run: Run) -> None:
     pairs = zip(run.engine.module.named_parameters(), run.torch.model.parameters(), strict=True)
     for (name, here), there in pairs:
@@ -347,26 +347,26 @@ def raw_read(run: Run) -> None:
         run.same(f"raw {name}", here.detach(), there.detach())
 
 
-@door
+@operation
 def deepcopy(run: Run) -> None:
     copied = copy.deepcopy(run.engine.module)
     x = run.x()
     run.same("a copy's loss", copied(x).detach(), run.torch.model(x).detach())
 
 
-@door
+@operation
 def freeze(run: Run) -> None:
     run.engine.module.blocks[2].weight.requires_grad_(False)
     run.torch.model.blocks[2].weight.requires_grad_(False)
 
 
-@door
+@operation
 def unfreeze(run: Run) -> None:
     run.engine.module.blocks[2].weight.requires_grad_(True)
     run.torch.model.blocks[2].weight.requires_grad_(True)
 
 
-@door
+@operation
 def unfreeze_late(run: Run) -> None:
     """What was frozen at `initialize`, between two steps: elsewhere the engine's next call is refused."""
     step = run.engine._step
@@ -376,7 +376,7 @@ def unfreeze_late(run: Run) -> None:
         run.torch.model.blocks[1].requires_grad_(True)
 
 
-@door
+@operation
 def change_lr(run: Run) -> None:
     """Where updates have begun, it is set back: `step()` refuses it."""
     before = run.torch.optimizer.param_groups[0]["lr"]
@@ -391,24 +391,24 @@ def change_lr(run: Run) -> None:
             optimizer.param_groups[0]["lr"] = before
 
 
-@door
+@operation
 def abandoned_iteration(run: Run) -> None:
     next(iter(run.engine.named_parameters()))
 
 
-@door
+@operation
 def convert_to_what_it_is(run: Run) -> None:
     run.engine.module.float().to("cpu")
 
 
-@door
+@operation
 def convert(run: Run) -> None:
     with suppress(infinity.InfinityError):
         run.engine.module.to(torch.bfloat16)
         raise DifferenceError("a conversion was accepted")
 
 
-@door
+@operation
 def clip_by_hand(run: Run) -> None:
     if run.torch.model.norm.weight.grad is not None:
         nn.utils.clip_grad_norm_(run.engine.module.parameters(), 1e-3)
@@ -442,28 +442,28 @@ def _fails_in_backward(run: Run, error: type[BaseException]) -> None:
         run.torch.zero_grad()
 
 
-@door
+@operation
 def exception_in_forward(run: Run) -> None:
     _fails_in_forward(run, ValueError)
 
 
-@door
+@operation
 def interrupt_in_forward(run: Run) -> None:
     _fails_in_forward(run, KeyboardInterrupt)
 
 
-@door
+@operation
 def exception_in_backward(run: Run) -> None:
     _fails_in_backward(run, ValueError)
 
 
-@door
+@operation
 def interrupt_in_backward(run: Run) -> None:
     _fails_in_backward(run, KeyboardInterrupt)
 
 
 def run_sequence(case: Case, names: Sequence[str], seed: int, path: Path) -> Counter[str]:
-    """Do these doors, and train two steps behind them.
+    """Do these operations, then train two steps.
 
     Raises:
         DifferenceError: something was not as in torch.

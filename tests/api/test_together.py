@@ -19,7 +19,7 @@ from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
 
 TIMEOUT_S = 1.5
-ALONE_S = 0.2  # for which a rank waits that is sure to be alone, at many doors
+ALONE_S = 0.2  # the timeout of a rank that is sure to be alone; many calls wait for it
 
 
 def engine_here(timeout_s: float = TIMEOUT_S) -> infinity.Engine:
@@ -37,7 +37,7 @@ def gather(engine: infinity.Engine, path: str) -> None:
         pass
 
 
-DOORS = {
+CALLS = {
     "engine.named_parameters()": lambda engine, path=None: list(engine.named_parameters()),
     "engine.save_checkpoint()": lambda engine, path: engine.save_checkpoint(path),
     "engine.save_16bit_model()": lambda engine, path: engine.save_16bit_model(f"{path}-16bit"),
@@ -50,7 +50,7 @@ DOORS = {
 
 
 def call_alone(lonely: int, path: str) -> dict[str, str]:
-    """The messages of a rank that goes through every door while the other is elsewhere; then both train and go."""
+    """Return the messages that one rank gets for each call while the other rank waits; then both train and call."""
     messages = {}
     together = Meeting.together
     with engine_here(timeout_s=30) as engine:
@@ -58,14 +58,14 @@ def call_alone(lonely: int, path: str) -> dict[str, str]:
         if dist.get_rank() == lonely:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Meeting, "together", lambda meeting, what, _: together(meeting, what, ALONE_S))
-                for name, door in DOORS.items():
+                for name, call in CALLS.items():
                     with pytest.raises(RankError) as refused:
-                        door(engine, path)
+                        call(engine, path)
                     messages[name] = str(refused.value)
         dist.monitored_barrier()
         step(engine)
-        for door in DOORS.values():
-            door(engine, path)
+        for call in CALLS.values():
+            call(engine, path)
     return messages
 
 
@@ -77,7 +77,7 @@ def test_a_rank_that_calls_alone_is_told_so(lonely, of_two) -> None:
     ending = (
         f"but rank(s) {1 - lonely} did not within 0.2 s: call it on all ranks together (or raise communication.timeout"
     )
-    assert messages[lonely].keys() == DOORS.keys()
+    assert messages[lonely].keys() == CALLS.keys()
     for name, message in messages[lonely].items():
         assert message.startswith(f"rank {lonely} called {name} {ending}")
 
@@ -86,7 +86,7 @@ def call_in_a_step() -> str:
     """Rank 0 looks at the parameters, rank 1 is in the next forward pass."""
     with engine_here() as engine:
         step(engine)
-        call = step if dist.get_rank() else DOORS["engine.named_parameters()"]
+        call = step if dist.get_rank() else CALLS["engine.named_parameters()"]
         with pytest.raises(RankError) as refused:
             call(engine)
     return str(refused.value)
@@ -98,7 +98,7 @@ def test_a_rank_in_a_training_step_does_not_take_it_for_its_own(of_two) -> None:
     assert "rank 0 called engine.named_parameters(), which all ranks must call together" in training
 
 
-def call_different_doors() -> tuple[str, float]:
+def make_different_calls() -> tuple[str, float]:
     ranks = Ranks.of_group(timeout_s=100)
     dist.barrier()
     started_s = time.monotonic()
@@ -107,7 +107,7 @@ def call_different_doors() -> tuple[str, float]:
     return str(refused.value), time.monotonic() - started_s
 
 
-def test_different_doors_are_told_apart_at_once(of_two) -> None:
+def test_different_calls_are_refused_at_once(of_two) -> None:
     (first, first_s), (second, second_s) = (of_rank["different"] for of_rank in of_two)
     assert max(first_s, second_s) < 20
     assert "rank 0 called model.state_dict() while rank 1 called engine.save_checkpoint()" in first
@@ -126,7 +126,7 @@ def come_one_short() -> str | None:
     return str(refused.value)
 
 
-def test_those_who_came_name_the_one_who_did_not(tmp_path) -> None:
+def test_waiting_ranks_name_the_absent_one(tmp_path) -> None:
     first, second, absent = run_ranks(3, come_one_short, path=tmp_path)
     assert absent is None
     for message in (first, second):
@@ -135,8 +135,8 @@ def test_those_who_came_name_the_one_who_did_not(tmp_path) -> None:
 
 def test_one_rank_does_not_wait(tmp_path) -> None:
     with engine_here() as engine:
-        for door in DOORS.values():
-            door(engine, tmp_path)
+        for call in CALLS.values():
+            call(engine, tmp_path)
     Ranks().together("model.state_dict()")
     assert not dist.is_initialized()
 
@@ -148,34 +148,34 @@ def test_a_timeout_that_cannot_be_is_refused_by_name(value) -> None:
         load_config({"communication": {"timeout": value}})
 
 
-def doors_of_two_groups() -> int:
-    """Subgroups have doors of their own, which count on when a second engine comes."""
+def calls_in_two_groups() -> int:
+    """Each process group counts its own calls, and goes on counting when a second engine uses it."""
     rank = dist.get_rank()
     groups = [dist.new_group([0]), dist.new_group([0, 1])]
     several = Ranks.of_group(groups[1], TIMEOUT_S)
     if rank == 0:
-        Ranks.of_group(groups[0]).together("a door of one")
+        Ranks.of_group(groups[0]).together("a call of one rank")
     again = Ranks.of_group(groups[1], TIMEOUT_S)
     for ranks in (several, again, Ranks.of_group(timeout_s=TIMEOUT_S), several):
-        ranks.together("a door")
+        ranks.together("a call")
     return again.neighbours
 
 
-def test_every_group_has_doors_of_its_own(of_two) -> None:
+def test_each_group_counts_its_own_calls(of_two) -> None:
     assert [of_rank["groups"] for of_rank in of_two] == [2, 2]
 
 
 def everything(path: str) -> dict[str, Any]:
     return {
         "alone": [call_alone(lonely, f"{path}/saved-{lonely}") for lonely in range(2)],
-        "different": call_different_doors(),
-        "groups": doors_of_two_groups(),
+        "different": make_different_calls(),
+        "groups": calls_in_two_groups(),
         "in a step": call_in_a_step(),  # after which nothing can follow
     }
 
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory) -> list[dict[str, Any]]:
-    """What two ranks found."""
+    """Return what each of two ranks found."""
     path = tmp_path_factory.mktemp("ranks")
     return run_ranks(2, everything, str(path), path=path)

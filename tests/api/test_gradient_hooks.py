@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.doors.small_models import WIDTH, Heads, engine_of
+from tests.api.small_models import WIDTH, Heads, engine_of
 
 Registers = Callable[[nn.Module], None]
 

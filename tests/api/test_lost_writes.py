@@ -14,6 +14,8 @@ import infinity
 from infinity.integrations.deepspeed.parameters import GatheredParameters as DeepSpeedsGathered
 from infinity.integrations.deepspeed.parameters import Init
 from infinity.zero import GatheredParameters
+from tests.api.placements import PLACEMENTS, engine_in
+from tests.api.test_raw_parameters import trained_plainly
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import (
     Placement,
@@ -23,8 +25,6 @@ from tests.behaviour.reference import (
     tiny_llama,
     train_on,
 )
-from tests.doors.placements import PLACEMENTS, engine_in
-from tests.doors.test_raw_parameters import trained_plainly
 
 STEPS = 3
 LOST = r"modification of `lm_head\.weight` in GatheredParameters without modifier_rank"

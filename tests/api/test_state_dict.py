@@ -17,10 +17,10 @@ import infinity
 from infinity.errors import CapacityError, InfinityError
 from infinity.tiers import SameMemory
 from infinity.zero import GatheredParameters
+from tests.api.placements import PLACEMENTS, engine_in
+from tests.api.test_gathered import same
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import DTYPES, Placement, Recipe, batches, loss_of, tiny_gpt2, tiny_llama, train_on
-from tests.doors.placements import PLACEMENTS, engine_in
-from tests.doors.test_gathered import same
 
 STEPS = 2
 DATA = batches(4)
@@ -336,7 +336,7 @@ def test_where_every_rank_has_all_one_may_look_alone(tmp_path) -> None:
     assert run_ranks(2, _look_alone, path=tmp_path) == [True, True]
 
 
-def _doors(stage: int) -> Any:
+def _state_dicts(stage: int) -> Any:
     config = Recipe("bf16", clipping=1.0).config(Placement())
     config["zero_optimization"]["stage"] = stage
     with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
@@ -359,6 +359,6 @@ def _doors(stage: int) -> Any:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_on_two_ranks_all_have_the_newest_and_load_rank_0s(stage, tmp_path) -> None:
     expected = {name: value.bfloat16() for name, value in tiny_llama(seed=7).state_dict().items()}
-    for equal, loaded in run_ranks(2, _doors, stage, path=tmp_path):
+    for equal, loaded in run_ranks(2, _state_dicts, stage, path=tmp_path):
         assert equal
         assert same(loaded, expected)

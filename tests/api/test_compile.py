@@ -11,8 +11,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import infinity
+from tests.api.placements import PLACEMENTS, config_of
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_llama, train_on
-from tests.doors.placements import PLACEMENTS, config_of
 
 DATA = batches(3)
 # What torch says while it compiles a part of a model, also without an engine.

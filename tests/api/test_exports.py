@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import infinity
 from infinity.checkpoint import PretrainedWeights
 from infinity.checkpoint.export import write_model
-from tests.doors.small_models import Heads, engine_of, train, weights
+from tests.api.small_models import Heads, engine_of, train, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12
 

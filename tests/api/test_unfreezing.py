@@ -1,7 +1,7 @@
 """Parameters that are frozen at `initialize` and trained later: as those of an engine that had states for them before.
 
 The reference has all parameters trained at `initialize` and frozen right after it, which leaves them and their states
-as they are; `tests/doors/test_training_calls.py` holds that against torch.
+as they are; `tests/api/test_training_calls.py` holds that against torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from infinity.checkpoint.unfreezing import check_possible
 from infinity.integrations import pretrained_model
 from infinity.zero import rebuild
 from infinity.zero.ranks import Ranks
+from tests.api.placements import PLACEMENTS, config_of
+from tests.api.small_models import CONFIG, Heads
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Recipe, batches, loss_of, tiny_gpt2, tiny_llama, train_on
-from tests.doors.placements import PLACEMENTS, config_of
-from tests.doors.small_models import CONFIG, Heads
 
 STEPS = 3  # before and after
 DATA = batches(4 * STEPS)
