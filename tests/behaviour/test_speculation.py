@@ -34,6 +34,7 @@ DATA = batches(STEPS)
 NEVER, SOMETIMES, ALWAYS = 100.0, -1.0, 0.1  # SOMETIMES: at a norm that half of the steps exceed
 
 Disturb = Callable[[infinity.Engine], None]
+_TRAINED = {"architecture", "clipping", "precision", "accumulation"}  # options that change the result
 
 
 @pytest.fixture
@@ -166,14 +167,30 @@ def train(engine: infinity.Engine, disturb: Disturb | None = None, steps: int = 
     return losses
 
 
-def both(path: Path, disturb: Disturb | None = None, **changes: Any) -> None:
-    """Train with updates that wait and with updates that run ahead; compare all there is."""
-    with engine_of(path, "deferred", **changes) as engine:
-        expected = train(engine, disturb), states_of(engine)
+@cache
+def expected(
+    disturb: Disturb | None = None,
+    architecture: str = "gpt2",
+    clipping: float = NEVER,
+    precision: str = "bf16",
+    accumulation: int = 1,
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Return losses and final states of a training whose updates run inside `step()`, with all states in memory."""
+    changes = {"architecture": architecture, "clipping": clipping, "precision": precision, "accumulation": accumulation}
+    with (
+        tempfile.TemporaryDirectory() as path,
+        engine_of(Path(path), "barrier", params="cpu", offload="cpu", fill_device=False, **changes) as engine,
+    ):
+        return train(engine, disturb), states_of(engine)
+
+
+def same_bits(path: Path, disturb: Disturb | None = None, **changes: Any) -> None:
+    """Train with speculative updates, and compare losses and states with `expected`."""
+    trained = {name: value for name, value in changes.items() if name in _TRAINED}
+    losses, states = expected(disturb, **trained)
     with engine_of(path, "speculative", **changes) as engine:
-        losses, states = train(engine, disturb), states_of(engine)
-        assert losses == expected[0]
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states, expected[1], strict=True))
+        assert train(engine, disturb) == losses
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), states, strict=True))
         assert engine.skipped_steps == 0 or changes.get("precision") == "fp16"
 
 
@@ -190,7 +207,7 @@ def both(path: Path, disturb: Disturb | None = None, **changes: Any) -> None:
 def test_the_bits_are_those_of_updates_that_wait(
     architecture, accumulation, clipping, eager, seen, gradients, tmp_path
 ) -> None:
-    both(tmp_path, architecture=architecture, clipping=clipping, accumulation=accumulation)
+    same_bits(tmp_path, architecture=architecture, clipping=clipping, accumulation=accumulation)
     outcomes = set(seen)
     assert outcomes == {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
     assert (gradients["left"] > 0) == (accumulation == 1)  # else they are held in float32
@@ -201,7 +218,7 @@ def test_the_bits_are_those_of_updates_that_wait(
 @pytest.mark.parametrize("share", [1.0, 1.6, 2.2, 3.0])
 def test_at_any_budget(share, eager, seen, tmp_path) -> None:
     """Gradients spill, tiles live on both sides, units come and go."""
-    both(tmp_path, clipping=SOMETIMES, host_memory=int(least_memory("gpt2", "bf16", 1) * share))
+    same_bits(tmp_path, clipping=SOMETIMES, host_memory=int(least_memory("gpt2", "bf16", 1) * share))
     assert set(seen) == {"confirmed", "undone"}
 
 
@@ -211,7 +228,7 @@ def test_at_any_budget(share, eager, seen, tmp_path) -> None:
 def test_in_memory_what_was_before_is_kept(offload, clipping, precision, eager, seen, tmp_path) -> None:
     """Parameters are in memory, and so are states, or they have slots."""
     memory = None if offload == "cpu" else 1 << 30
-    both(tmp_path, clipping=clipping, precision=precision, params="none", offload=offload, host_memory=memory)
+    same_bits(tmp_path, clipping=clipping, precision=precision, params="none", offload=offload, host_memory=memory)
     assert set(seen) >= {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
 
 
@@ -223,7 +240,7 @@ def test_with_room_for_some_of_what_was_before(share, eager, seen, tmp_path) -> 
         most = engine.stats().peak_bytes["host"]
         states = sum(param.numel() for param in engine.module.parameters()) * 12
     budget = most + int(share * states)
-    both(tmp_path, clipping=SOMETIMES, params="none", offload="cpu", host_memory=budget)
+    same_bits(tmp_path, clipping=SOMETIMES, params="none", offload="cpu", host_memory=budget)
     assert set(seen) == {"confirmed", "undone"}
     with engine_of(tmp_path, "speculative", params="none", offload="cpu", host_memory=budget) as engine:
         train(engine)
@@ -272,7 +289,7 @@ def test_what_is_needed_later_makes_way(accumulation, clipping, eager, slow, see
         most = engine.stats().peak_bytes["host"]
     budget = most + largest_block("gpt2") * 14  # states and parameters, rounded up
     changes = {"clipping": clipping, "params": "none", "offload": "cpu", "accumulation": accumulation}
-    both(tmp_path, host_memory=budget, **changes)
+    same_bits(tmp_path, host_memory=budget, **changes)
     assert withdrawn
     assert 0 not in withdrawn  # the embedding, which is needed first
     assert set(seen) == {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}}[clipping]
@@ -285,7 +302,7 @@ def largest_block(architecture: str) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_precisions(precision, eager, seen, tmp_path) -> None:
-    both(tmp_path, precision=precision, clipping=SOMETIMES)
+    same_bits(tmp_path, precision=precision, clipping=SOMETIMES)
     assert "undone" in seen
 
 
@@ -298,7 +315,7 @@ def test_a_skipped_step_leaves_what_was(eager, seen, tmp_path) -> None:
         assert gradient is not None
         infinity.utils.safe_set_full_grad(parameter, torch.full_like(gradient, float("inf")))
 
-    both(tmp_path, spoil, precision="fp16")
+    same_bits(tmp_path, spoil, precision="fp16")
     assert "undone" in seen
 
 
@@ -351,16 +368,9 @@ def fail(engine: infinity.Engine) -> None:
     engine.backward(loss_of(engine, DATA[2]))
 
 
-def states(engine: infinity.Engine) -> None:
-    for parameter in engine.module.parameters():
-        moment = infinity.utils.safe_get_full_optimizer_state(parameter, "exp_avg")
-        assert moment is not None
-        assert moment.isfinite().all()
-
-
 @pytest.mark.parametrize("disturb", [lower_rate, look, change_gradients, again, drop, evaluate, fail])
 def test_what_comes_between_backward_and_step(disturb, eager, seen, tmp_path) -> None:
-    both(tmp_path, disturb)
+    same_bits(tmp_path, disturb)
     assert {"undone", "confirmed"} == set(seen)
 
 
@@ -380,12 +390,10 @@ def test_values_between_backward_and_step_are_the_old_ones(eager, tmp_path) -> N
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 def test_of_steps_that_stay_on_the_drives(clipping, eager, tmp_path) -> None:
     """Two slots are enough for what is committed and what runs ahead."""
-    with engine_of(tmp_path / "a", "deferred", clipping=clipping) as engine:
-        expected = train(engine), states_of(engine)
-    with engine_of(tmp_path / "b", "auto", clipping=clipping, crash_consistent=True) as engine:
+    with engine_of(tmp_path, "auto", clipping=clipping, crash_consistent=True) as engine:
         losses = train(engine, steps=3)
         engine.backward(loss_of(engine, DATA[3]))  # of a step that never ends
-    with engine_of(tmp_path / "b", "auto", clipping=clipping, crash_consistent=True) as engine:
+    with engine_of(tmp_path, "auto", clipping=clipping, crash_consistent=True) as engine:
         assert engine.resume()[0] is not None
         assert engine.global_steps == 3
         for ids in DATA[3:]:
@@ -393,8 +401,9 @@ def test_of_steps_that_stay_on_the_drives(clipping, eager, tmp_path) -> None:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        assert losses == expected[0]
-        assert all(torch.equal(a, b) for a, b in zip(states_of(engine), expected[1], strict=True))
+        assert losses == expected(clipping=clipping)[0]
+        states = expected(clipping=clipping)[1]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), states, strict=True))
         engine.end_run()
 
 
@@ -456,7 +465,7 @@ def test_what_states_do_not_tell_is_kept(many, params, eager, seen, gradients, m
         return Lost(grads, places, [before[place] for place in places])
 
     monkeypatch.setattr(pipeline, "update", loses)
-    both(tmp_path, clipping=SOMETIMES, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
+    same_bits(tmp_path, clipping=SOMETIMES, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
     assert calls
     assert gradients["restored"] > 0
     assert set(seen) == {"confirmed", "undone"}
@@ -465,7 +474,7 @@ def test_what_states_do_not_tell_is_kept(many, params, eager, seen, gradients, m
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 @pytest.mark.parametrize("params", ["none", "cpu"])
 def test_states_on_a_drive_tell_parameters_in_memory(params, clipping, eager, seen, gradients, tmp_path) -> None:
-    both(tmp_path, clipping=clipping, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
+    same_bits(tmp_path, clipping=clipping, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
     assert set(seen) >= {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
     assert gradients["left"] > 0
 
@@ -544,7 +553,7 @@ def leave(engine: infinity.Engine) -> None:
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_what_was_to_stay_may_leave(architecture, clipping, eager, fetched, tmp_path) -> None:
     budget = room_for_params(architecture)
-    both(tmp_path, leave, architecture=architecture, clipping=clipping, host_memory=budget)
+    same_bits(tmp_path, leave, architecture=architecture, clipping=clipping, host_memory=budget)
     assert bool(fetched) == (clipping != NEVER)
 
 
@@ -552,18 +561,16 @@ def test_what_was_to_stay_may_leave(architecture, clipping, eager, fetched, tmp_
 def test_states_may_cease_to_tell_parameters(clipping, eager, seen, monkeypatch, tmp_path) -> None:
     """More of them are lost than are kept: from then on parameters are written again, and told once more later."""
 
-    changes = {"clipping": clipping, "host_memory": room_for_params()}
-    with engine_of(tmp_path, "deferred", **changes) as engine:
-        expected = train(engine), states_of(engine)
-    with engine_of(tmp_path, "speculative", **changes) as engine:
+    losses, states = expected(clipping=clipping)
+    with engine_of(tmp_path, "speculative", clipping=clipping, host_memory=room_for_params()) as engine:
         most = undo._MOST_LOST_PARAMS
         for step, ids in enumerate(DATA):
             monkeypatch.setattr(undo, "_MOST_LOST_PARAMS", 0 if step in (2, 3) else most)
             loss = loss_of(engine, ids)
             engine.backward(loss)
             engine.step()
-            assert loss.item() == expected[0][step]
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), expected[1], strict=True))
+            assert loss.item() == losses[step]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), states, strict=True))
     assert "confirmed" in seen
 
 
@@ -640,7 +647,7 @@ def test_updates_run_ahead_after_quiet_steps() -> None:
 
 
 def test_where_every_step_clips_none_runs_ahead(seen, tmp_path) -> None:
-    both(tmp_path, clipping=ALWAYS)
+    same_bits(tmp_path, clipping=ALWAYS)
     assert not seen
 
 

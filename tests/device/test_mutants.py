@@ -41,7 +41,7 @@ def test_a_missing_wait_is_noticed(case, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("case", ["compute", "activations"])
-@pytest.mark.parametrize("speed", [*SPEEDS, *CRAWL])
+@pytest.mark.parametrize("speed", CRAWL)  # test_training.py has the other speeds
 def test_nothing_is_noticed_where_nothing_is_missing(case, speed, tmp_path) -> None:
     _, tier, tiering = CASES[case]
     seen = train(mutants.nothing, tier, speed, tiering, tmp_path / speed)

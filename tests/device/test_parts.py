@@ -44,7 +44,7 @@ def sent(monkeypatch) -> Iterator[Sent]:
 
 
 def with_a_slow_optimizer(engine: infinity.Engine) -> infinity.Engine:
-    engine._runtime.pipeline.before_update = lambda *_: time.sleep(0.002)
+    engine._runtime.pipeline.before_update = lambda *_: time.sleep(0.001)
     return engine
 
 
@@ -52,7 +52,7 @@ def with_a_slow_optimizer(engine: infinity.Engine) -> infinity.Engine:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize(("where", "optimizer"), [("none", "cpu"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu")])
 def test_same_bits_and_as_many_bytes(where, optimizer, recipe, speed, sent, tmp_path) -> None:
-    placement = Placement(where, optimizer, tmp_path, "8KiB")
+    placement = Placement(where, optimizer, tmp_path, "16KiB")
     with target.configured(**SPEEDS[speed]), engine_on(target.DEVICE, tiny(), recipe, placement) as engine:
         ours = train_here(with_a_slow_optimizer(engine), recipe)
         moved = engine.stats().tier_bytes["host_to_device"]
@@ -65,7 +65,7 @@ def test_same_bits_and_as_many_bytes(where, optimizer, recipe, speed, sent, tmp_
 @pytest.mark.parametrize("at", [1, 2, 5])
 def test_an_interrupt_between_two_parts_loses_none(at, sent, tmp_path) -> None:
     recipe = RECIPES["in_backward"]
-    with engine_on(target.DEVICE, tiny(), recipe, Placement("cpu", "cpu", tmp_path, "8KiB")) as engine:
+    with engine_on(target.DEVICE, tiny(), recipe, Placement("cpu", "cpu", tmp_path, "16KiB")) as engine:
         first, *others = batches(STEPS)
         losses = train_over(with_a_slow_optimizer(engine), [first])
         sent.count, sent.interrupts_at = 0, at

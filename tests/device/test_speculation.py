@@ -40,8 +40,7 @@ def least_memory(accumulation: int) -> int:
 
 
 @pytest.mark.usefixtures("_speed")
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("clipping", [100.0, SOMETIMES])
+@pytest.mark.parametrize(("accumulation", "clipping"), [(1, SOMETIMES), (2, SOMETIMES), (1, 100.0)])
 @pytest.mark.parametrize(
     ("params", "states", "keeps"),
     [
