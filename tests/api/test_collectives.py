@@ -240,7 +240,7 @@ def test_a_gather_that_failed_is_tried_again(gathering, ranks) -> None:
     assert ranks.gathered == ["unit 0"] * 2
 
 
-def test_what_is_gathered_ahead_is_not_changed_under_the_gather(gathering, ranks) -> None:
+def test_a_unit_is_not_changed_while_it_is_unsharded_early(gathering, ranks) -> None:
     """The gather may write old values until it is over."""
     gathering.enter(0)
     assert gathering.due([1]) == 1
@@ -252,7 +252,7 @@ def test_what_is_gathered_ahead_is_not_changed_under_the_gather(gathering, ranks
     assert ranks.gathered == ["unit 0", "unit 1", "unit 1"]
 
 
-def test_several_are_gathered_ahead_in_their_order_and_dropped_as_they_are_passed_by(ranks) -> None:
+def test_several_are_unsharded_early_in_their_order_and_dropped_when_skipped(ranks) -> None:
     """256 bytes a unit: one in use, two ahead, and room for one that is fetched."""
     gathering = Gathering(Units(4), ranks, 4 * 256, Counters(None), ahead_bytes=1 << 20)
     gathering.enter(0)

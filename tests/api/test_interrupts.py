@@ -295,7 +295,7 @@ def test_an_interrupt_on_a_device_with_memory_of_its_own_is_refused_or_nothing(s
     assert outcomes["nothing"] + outcomes["refused"] > 0  # of some files every fifth line is within an update
 
 
-def test_what_follows_an_interrupted_hand_over_does_not_hide_it(tmp_path, monkeypatch) -> None:
+def test_later_work_does_not_hide_an_interrupted_ownership_transfer(tmp_path, monkeypatch) -> None:
     """Other units' values come to the device before anybody looks."""
     send_up, left = Params._send_up, [KeyboardInterrupt()]
 
@@ -333,7 +333,9 @@ def test_what_follows_an_interrupted_hand_over_does_not_hide_it(tmp_path, monkey
     ],
 )
 @pytest.mark.slow
-def test_an_interrupt_of_updates_that_run_ahead_is_refused_or_nothing(file, clipping, tmp_path, monkeypatch) -> None:
+def test_an_interrupt_of_speculative_updates_is_refused_or_leaves_no_trace(
+    file, clipping, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(Foresight, "runs_ahead", True)
     case = Case("speculative", "nvme", host_memory=106_496, clipping=clipping)
     outcomes = sweep(case, tmp_path, EVERY, file)
@@ -343,7 +345,7 @@ def test_an_interrupt_of_updates_that_run_ahead_is_refused_or_nothing(file, clip
 @pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])
 @pytest.mark.parametrize("file", ["zero/in_flight.py", "optim/pipeline.py", "optim/before_images.py"])
 @pytest.mark.slow
-def test_an_interrupt_of_updates_with_before_images_is_refused_or_nothing(
+def test_an_interrupt_of_updates_with_an_undo_log_is_refused_or_leaves_no_trace(
     file, clipping, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(Foresight, "runs_ahead", True)

@@ -267,7 +267,7 @@ def config_of(path: Path, home: str, schedule: str, device_memory: int | str) ->
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 @pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])
 @pytest.mark.parametrize("link", LINKS)
-def test_a_unit_that_was_fetched_ahead_and_not_used_is_trained(link, schedule, home, tmp_path) -> None:
+def test_a_unit_that_was_prefetched_and_not_used_is_trained(link, schedule, home, tmp_path) -> None:
     """Stochastic depth on a device with room for three of the blocks."""
     with pytest.raises(infinity.CapacityError) as refused:
         train(config_of(tmp_path, home, schedule, 1), SameMemory())

@@ -225,7 +225,7 @@ def test_at_any_budget(share, eager, seen, tmp_path) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
-def test_in_memory_what_was_before_is_kept(offload, clipping, precision, eager, seen, tmp_path) -> None:
+def test_in_memory_old_values_are_kept(offload, clipping, precision, eager, seen, tmp_path) -> None:
     """Parameters are in memory, and so are states, or they have slots."""
     memory = None if offload == "cpu" else 1 << 30
     same_bits(tmp_path, clipping=clipping, precision=precision, params="none", offload=offload, host_memory=memory)
@@ -233,7 +233,7 @@ def test_in_memory_what_was_before_is_kept(offload, clipping, precision, eager, 
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.7])
-def test_with_room_for_some_of_what_was_before(share, eager, seen, tmp_path) -> None:
+def test_with_an_undo_log_for_some_units(share, eager, seen, tmp_path) -> None:
     """Of some units a part of the tiles runs ahead, of others none."""
     with engine_of(tmp_path, "deferred", params="none", offload="cpu") as engine:
         train(engine, steps=1)
@@ -282,7 +282,9 @@ def withdrawn(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_what_is_needed_later_makes_way(accumulation, clipping, eager, slow, seen, withdrawn, tmp_path) -> None:
+def test_an_update_of_a_unit_needed_later_is_withdrawn(
+    accumulation, clipping, eager, slow, seen, withdrawn, tmp_path
+) -> None:
     """Room for a block or two: the blocks that backward comes to last have it, and forward needs them first."""
     with engine_of(tmp_path, "deferred", params="none", offload="cpu", accumulation=accumulation) as engine:
         train(engine, steps=1)
@@ -388,7 +390,7 @@ def test_values_between_backward_and_step_are_the_old_ones(eager, tmp_path) -> N
 
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
-def test_of_steps_that_stay_on_the_drives(clipping, eager, tmp_path) -> None:
+def test_with_crash_consistent_steps(clipping, eager, tmp_path) -> None:
     """Two slots are enough for what is committed and what runs ahead."""
     with engine_of(tmp_path, "auto", clipping=clipping, crash_consistent=True) as engine:
         losses = train(engine, steps=3)
@@ -430,7 +432,7 @@ def test_a_save_that_training_does_not_wait_for(eager, seen, tmp_path) -> None:
             assert found.item() == loss.item()
 
 
-def test_a_drive_that_fails_ahead_stops_the_engine(eager, tmp_path, monkeypatch) -> None:
+def test_a_drive_that_fails_in_a_speculative_update_stops_the_engine(eager, tmp_path, monkeypatch) -> None:
     with engine_of(tmp_path, "speculative") as engine:
         train(engine, steps=2)
 
@@ -450,7 +452,9 @@ def test_a_drive_that_fails_ahead_stops_the_engine(eager, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("params", ["nvme", "none"])
 @pytest.mark.parametrize("many", [False, True])
-def test_what_states_do_not_tell_is_kept(many, params, eager, seen, gradients, monkeypatch, tmp_path) -> None:
+def test_elements_that_cannot_be_reconstructed_are_kept(
+    many, params, eager, seen, gradients, monkeypatch, tmp_path
+) -> None:
     """One by one, or all of a unit's gradients where these are many."""
     update, calls = pipeline.update, []
 
@@ -473,13 +477,15 @@ def test_what_states_do_not_tell_is_kept(many, params, eager, seen, gradients, m
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 @pytest.mark.parametrize("params", ["none", "cpu"])
-def test_states_on_a_drive_tell_parameters_in_memory(params, clipping, eager, seen, gradients, tmp_path) -> None:
+def test_parameters_in_memory_are_reconstructed_from_states_on_a_drive(
+    params, clipping, eager, seen, gradients, tmp_path
+) -> None:
     same_bits(tmp_path, clipping=clipping, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
     assert set(seen) >= {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
     assert gradients["left"] > 0
 
 
-def test_gradients_do_not_go_to_the_drive_while_updates_run_ahead(eager, gradients, tmp_path) -> None:
+def test_speculative_updates_spill_no_gradients(eager, gradients, tmp_path) -> None:
     written = {}
     for schedule in ("deferred", "speculative"):
         with engine_of(tmp_path, schedule, host_memory=least_memory("gpt2", "bf16", 1)) as engine:
@@ -551,14 +557,16 @@ def leave(engine: infinity.Engine) -> None:
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_what_was_to_stay_may_leave(architecture, clipping, eager, fetched, tmp_path) -> None:
+def test_a_unit_with_a_speculative_update_may_be_evicted(architecture, clipping, eager, fetched, tmp_path) -> None:
     budget = room_for_params(architecture)
     same_bits(tmp_path, leave, architecture=architecture, clipping=clipping, host_memory=budget)
     assert bool(fetched) == (clipping != NEVER)
 
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES])
-def test_states_may_cease_to_tell_parameters(clipping, eager, seen, monkeypatch, tmp_path) -> None:
+def test_parameters_that_cannot_be_reconstructed_are_written_again(
+    clipping, eager, seen, monkeypatch, tmp_path
+) -> None:
     """More of them are lost than are kept: from then on parameters are written again, and told once more later."""
 
     losses, states = expected(clipping=clipping)
@@ -611,9 +619,7 @@ def _train_on_rank(path: Path, home: str) -> list[list[float]]:
     return results
 
 
-def test_a_unit_that_could_run_ahead_is_gathered_anew_whatever_its_rank_had_room_for(
-    eager, monkeypatch, tmp_path
-) -> None:
+def test_a_unit_whose_update_may_be_speculative_is_unsharded_again_on_all_ranks(eager, monkeypatch, tmp_path) -> None:
     """Else ranks on which nothing ran ahead would gather fewer units than the others, and hang."""
     changed: set[int] = set()
     monkeypatch.setattr(InFlight, "can_run_ahead", lambda *_: False)
@@ -634,7 +640,7 @@ def test_ranks(home, tmp_path) -> None:
 # When #
 
 
-def test_updates_run_ahead_after_quiet_steps() -> None:
+def test_updates_are_speculative_after_quiet_steps() -> None:
     foresight = Foresight()
     ran = []
     for quiet in [False, True, True, False, True, True, True, True, True]:
@@ -646,19 +652,19 @@ def test_updates_run_ahead_after_quiet_steps() -> None:
     assert ran == [False, False, True, True, False, False, True, True, True]
 
 
-def test_where_every_step_clips_none_runs_ahead(seen, tmp_path) -> None:
+def test_where_every_step_clips_no_update_is_speculative(seen, tmp_path) -> None:
     same_bits(tmp_path, clipping=ALWAYS)
     assert not seen
 
 
-def test_where_nothing_can_run_ahead_a_warning_says_why(seen, tmp_path, caplog) -> None:
+def test_where_no_update_can_be_speculative_a_warning_says_why(seen, tmp_path, caplog) -> None:
     with engine_of(tmp_path, "speculative", params="none", precision="fp16") as engine:
         train(engine, steps=3)
     assert "no parameters live on a drive" in caplog.text
     assert not seen
 
 
-def test_space_of_two_slots(tmp_path) -> None:
+def test_double_buffering_takes_twice_the_space_at_most(tmp_path) -> None:
     sizes = {}
     for schedule in ("deferred", "speculative"):
         with engine_of(tmp_path, schedule) as engine:

@@ -56,7 +56,9 @@ def there(engine: Any) -> list[int]:
         ("slow_link", Recipe("bf16", 1, SOMETIMES, STEPS), "nvme"),
     ],
 )
-def test_any_order_of_coming_and_leaving_has_the_same_bits(speed, recipe, tier, tmp_path, monkeypatch) -> None:
+def test_any_order_of_moving_states_to_the_device_and_back_has_the_same_bits(
+    speed, recipe, tier, tmp_path, monkeypatch
+) -> None:
     """Units come and leave by chance after every step; those that the policy moves are as good as any.
 
     With `SOMETIMES` the updates of those below run ahead of the norm, and some are undone.
@@ -127,7 +129,7 @@ def train_steps(device: str, steps: list[tuple[int, int]], **tiering: Any) -> tu
     return losses, held
 
 
-def test_what_is_left_is_filled_after_the_first_step(small_device) -> None:
+def test_spare_device_memory_is_filled_after_the_first_step(small_device) -> None:
     with filled(CLIPPED, Placement("none", "cpu"), device_headroom=small_device) as engine:
         device, empty = engine._runtime.device, engine._runtime.device.capacity_bytes
         for step, ids in enumerate(batches(3)):
@@ -152,7 +154,7 @@ def test_a_budget_that_is_given_is_kept_to() -> None:
 
 @pytest.mark.parametrize("fills", [True, "auto"])
 @pytest.mark.parametrize("lengths", [[1, 1, 4, 1], [1, 1, 5, 5, 1]])
-def test_a_longer_batch_has_units_go_back(lengths, fills, small_device, monkeypatch) -> None:
+def test_a_longer_batch_moves_states_back(lengths, fills, small_device, monkeypatch) -> None:
     """One that takes of the headroom, at its end; one that finds no room, so that it can be tried again."""
     monkeypatch.setattr(Filling, "before_forward", lambda *_, **__: None)  # as if what grows were no input
     steps = list(enumerate(lengths))
@@ -166,7 +168,7 @@ def test_a_longer_batch_has_units_go_back(lengths, fills, small_device, monkeypa
 
 
 @pytest.mark.parametrize(("samples", "accumulation", "some_stay"), [(4, 1, True), (5, 1, False), (5, 2, False)])
-def test_units_go_back_before_the_forward_pass_of_a_longer_batch(
+def test_states_move_back_before_the_forward_pass_of_a_longer_batch(
     samples, accumulation, some_stay, small_device
 ) -> None:
     """So that 5 times as many samples, for which there was no room beside these units, are trained on at once."""
@@ -299,7 +301,7 @@ def test_where_it_cannot_be_filled_or_is_not_to_be_nothing_is_said(zero, tiering
 
 
 @pytest.mark.usefixtures("small_device")
-def test_a_headroom_that_leaves_no_room_keeps_states_below() -> None:
+def test_a_headroom_that_leaves_no_room_keeps_states_in_host_memory() -> None:
     with engine_on(
         target.DEVICE, tiny(), CLIPPED, Placement("none", "cpu"), fill_device="auto", device_headroom=0.9
     ) as engine:

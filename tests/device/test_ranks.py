@@ -106,7 +106,7 @@ def on_cpu(tmp_path_factory) -> Callable[[int, str], list[Result]]:
         ("slow_link", 1, "nvme", "clipped", {}),
         ("slow_kernels", 2, "cpu", "clipped", {"ratio": 0.5, "fills": True}),
         ("slow_link", 1, "cpu", "in_backward", {"fills": True}),
-        # test_shards_there.py has stage 3 without offload at both speeds.
+        # test_device_shards.py has stage 3 without offload at both speeds.
         ("slow_link", 3, "none", "clipped", {}),
         ("slow_kernels", 3, "none", "in_backward", {}),
         ("slow_kernels", 3, "cpu", "clipped", {"ratio": 0.5}),

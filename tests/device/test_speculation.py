@@ -113,7 +113,7 @@ def test_on_the_drives_it_is_chosen_where_gradients_need_not_be_kept(
 
 
 @pytest.mark.parametrize("params", ["none", "nvme"])
-def test_on_the_drives_it_is_chosen_where_they_have_room_for_two_slots_and_a_checkpoint(params, tmp_path) -> None:
+def test_on_the_drives_it_is_chosen_where_they_have_room_for_two_versions_and_a_checkpoint(params, tmp_path) -> None:
     recipe, placement = Recipe("bf16", 1, 1.0), Placement(params, "nvme", tmp_path, "64KiB", schedule="auto")
 
     def chosen(capacity: int) -> tuple[str, int]:
@@ -134,7 +134,7 @@ def test_on_the_drives_it_is_chosen_where_they_have_room_for_two_slots_and_a_che
 @pytest.mark.usefixtures("_speed")
 @pytest.mark.parametrize("clipping", [0.0, SOMETIMES])
 @pytest.mark.parametrize(("params", "states"), [("cpu", "cpu"), ("none", "cpu"), ("none", "nvme"), ("nvme", "nvme")])
-def test_beside_an_embedding_that_stays(params, states, clipping, tmp_path, monkeypatch) -> None:
+def test_with_an_embedding_that_stays_on_the_device(params, states, clipping, tmp_path, monkeypatch) -> None:
     """The embedding is updated on the device after the first step, unasked, and the blocks ahead of the norm."""
     monkeypatch.setattr(Foresight, "runs_ahead", True)
     monkeypatch.setattr(on_device, "_WORTH_NUMEL", 1)

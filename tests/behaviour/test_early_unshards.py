@@ -67,7 +67,7 @@ def train_each(cases: list[tuple[Any, ...]]) -> list[Ran]:
     return [train_ahead(*case) for case in cases]
 
 
-def test_what_is_ahead_is_the_same_on_all_ranks_and_within_the_budget(tmp_path: Path) -> None:
+def test_prefetched_units_are_the_same_on_all_ranks_and_within_the_budget(tmp_path: Path) -> None:
     """Whatever the budgets of the ranks, wherever the shards are, and when they are updated."""
     (tmp_path / "swap").mkdir()
     swap = Placement("nvme", "nvme", tmp_path / "swap", "64KiB")

@@ -152,7 +152,7 @@ def test_the_next_unit_is_gathered_under_the_one_in_use() -> None:
     assert seconds(step(unit)) == pytest.approx(COMPUTING, abs=2 * 0.5)
 
 
-def test_what_runs_ahead_of_the_norm_leaves_less_for_later() -> None:
+def test_speculative_updates_leave_less_work_after_the_norm() -> None:
     unit = UnitWork(grad_bytes=1, tiles=(TileWork(1.0),) * 2)
     deferred = step(unit, forward_s=0.1, runs_in_backward=False)
     ahead = replace(deferred, units=(replace(unit, ahead=2),) * UNITS)

@@ -77,7 +77,7 @@ def test_what_was_closed_last_is_never_overwritten(events) -> None:
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_what_an_epoch_has_written_can_be_undone(events) -> None:
+def test_the_writes_of_an_epoch_can_be_rolled_back(events) -> None:
     """As above; `undo` finds what was the newest when the epoch began."""
     slots, extents = Slots(), [extent(), extent(8 * BLOCK)]
     for each in extents:
@@ -141,7 +141,7 @@ def test_a_write_waits_for_the_commit_before_and_gets_its_error(space: SwapSpace
     arena.close()
 
 
-def test_no_room_for_two_slots_is_told_with_the_bytes(tmp_path) -> None:
+def test_no_room_for_two_versions_is_reported_with_the_bytes(tmp_path) -> None:
     space = open_swap([SwapPath(tmp_path, capacity_bytes=6 * BLOCK)], IoOptions(), "threads")
     with pytest.raises(StorageError, match=r"keeps two slots .* without it half"):
         space.reserve_slots(BOUNDS[-1], BOUNDS)

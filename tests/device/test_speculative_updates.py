@@ -12,13 +12,13 @@ from tests.behaviour.test_speculation import (  # noqa: F401
     gradients,
     seen,
     slow,
+    test_a_unit_with_a_speculative_update_may_be_evicted,
+    test_an_update_of_a_unit_needed_later_is_withdrawn,
     test_at_any_budget,
+    test_parameters_that_cannot_be_reconstructed_are_written_again,
     test_parameters_that_stay_in_memory_are_not_written,
-    test_states_may_cease_to_tell_parameters,
     test_what_comes_between_backward_and_step,
-    test_what_is_needed_later_makes_way,
-    test_what_was_to_stay_may_leave,
-    test_with_room_for_some_of_what_was_before,
+    test_with_an_undo_log_for_some_units,
     withdrawn,
 )
 from tests.device import target

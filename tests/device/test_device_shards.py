@@ -323,7 +323,7 @@ def load(directory: Path, there: bool) -> tuple[list[float], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("saved", "loaded", "background"), [(True, True, True), (True, False, False), (False, True, False)]
 )
-def test_a_checkpoint_goes_on_here_and_there(saved, loaded, background, tmp_path) -> None:
+def test_a_checkpoint_moves_between_device_and_cpu(saved, loaded, background, tmp_path) -> None:
     before = on_two_ranks(save, tmp_path / "saved", saved, background, path=tmp_path / "a")
     after = on_two_ranks(load, tmp_path / "saved", loaded, path=tmp_path / "b")
     for (losses, ours), (rest, theirs) in zip(before, after, strict=True):

@@ -62,7 +62,7 @@ def test_an_interrupt_at_any_line_leaves_it_with_one_owner_or_is_known() -> None
     assert not books.handing_over.torn
 
 
-def test_who_catches_it_within_a_hand_over_does_not_make_it_whole() -> None:
+def test_catching_an_interrupt_inside_an_ownership_transfer_does_not_complete_it() -> None:
     handing_over = HandingOver()
     with handing_over, suppress(ValueError), handing_over:
         raise ValueError
