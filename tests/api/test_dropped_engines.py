@@ -1,4 +1,4 @@
-"""An engine that nobody has any more gives everything back, as `close()` does."""
+"""An unreferenced engine frees everything, as `close()` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates that run ahead of the norm: the bits of those that wait for it, whatever becomes of them."""
+"""Speculative updates, committed or rolled back, give the bits of updates inside `step()`."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _TRAINED = {"architecture", "clipping", "precision", "accumulation"}  # options 
 
 @pytest.fixture
 def eager(monkeypatch) -> None:
-    """Updates run ahead in every step, whatever came of it in the last one."""
+    """Updates are speculative in every step, whatever happened in the last one."""
     monkeypatch.setattr(Foresight, "runs_ahead", True)
 
 
 @pytest.fixture
 def seen(monkeypatch) -> list[str]:
-    """What became of updates that ran ahead, by unit."""
+    """A list that grows by the outcome of each speculative update: "confirmed" or "undone"."""
     told: list[str] = []
     confirm, undo = InFlight.confirm, InFlight.undo
 
@@ -64,7 +64,7 @@ def seen(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def gradients(monkeypatch) -> Counter[str]:
-    """How many units' gradients were left to their updates, and came back from there."""
+    """How many units' gradients were left to their updates, and how many a rollback reconstructed."""
     told: Counter[str] = Counter()
     left, restore = GradStore.left, GradStore.restore
 
@@ -120,7 +120,7 @@ def model_of(architecture: str) -> torch.nn.Module:
 
 @cache
 def least_memory(architecture: str, precision: str, accumulation: int, params: str = "nvme") -> int:
-    """The smallest budget, with which nearly all is on the drive."""
+    """Return the smallest budget; with it, nearly all states are on the drive."""
     with tempfile.TemporaryDirectory() as path:
         placement = Placement(params, "nvme", Path(path), "64KiB", 1, "deferred")
         config = Recipe(precision, accumulation, NEVER).config(placement)
@@ -131,7 +131,7 @@ def least_memory(architecture: str, precision: str, accumulation: int, params: s
 
 @cache
 def middle_norm(architecture: str, precision: str, accumulation: int) -> float:
-    """Of the steps of a training."""
+    """Return the median norm of the steps of a training."""
     norms = []
     recipe = Recipe(precision, accumulation, NEVER)
     with infinity.initialize(model=model_of(architecture), config=recipe.config(Placement()))[0] as engine:
@@ -143,7 +143,7 @@ def middle_norm(architecture: str, precision: str, accumulation: int) -> float:
 
 
 def states_of(engine: infinity.Engine) -> list[torch.Tensor]:
-    """Everything that was trained, bit for bit."""
+    """Return parameters and moments."""
     weights = [param.detach().clone() for _, param in engine.named_parameters()]
     moments = [
         infinity.utils.safe_get_full_optimizer_state(param, name)
@@ -184,10 +184,14 @@ def expected(
         return train(engine, disturb), states_of(engine)
 
 
-def same_bits(path: Path, disturb: Disturb | None = None, **changes: Any) -> None:
-    """Train with speculative updates, and compare losses and states with `expected`."""
+def same_bits(path: Path, disturb: Disturb | None = None, *, neutral: bool = False, **changes: Any) -> None:
+    """Train with speculative updates, and compare losses and states with `expected`.
+
+    Args:
+        neutral: the disturbance changes no number, so that the reference is trained without it.
+    """
     trained = {name: value for name, value in changes.items() if name in _TRAINED}
-    losses, states = expected(disturb, **trained)
+    losses, states = expected(None if neutral else disturb, **trained)
     with engine_of(path, "speculative", **changes) as engine:
         assert train(engine, disturb) == losses
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), states, strict=True))
@@ -217,7 +221,7 @@ def test_the_bits_are_those_of_updates_that_wait(
 
 @pytest.mark.parametrize("share", [1.0, 1.6, 2.2, 3.0])
 def test_at_any_budget(share, eager, seen, tmp_path) -> None:
-    """Gradients spill, tiles live on both sides, units come and go."""
+    """Gradients spill, tiles lie in memory and on the drive, units are fetched and evicted."""
     same_bits(tmp_path, clipping=SOMETIMES, host_memory=int(least_memory("gpt2", "bf16", 1) * share))
     assert set(seen) == {"confirmed", "undone"}
 
@@ -226,7 +230,7 @@ def test_at_any_budget(share, eager, seen, tmp_path) -> None:
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
 def test_in_memory_old_values_are_kept(offload, clipping, precision, eager, seen, tmp_path) -> None:
-    """Parameters are in memory, and so are states, or they have slots."""
+    """Parameters are in memory; states are in memory, too, or double-buffered on the drive."""
     memory = None if offload == "cpu" else 1 << 30
     same_bits(tmp_path, clipping=clipping, precision=precision, params="none", offload=offload, host_memory=memory)
     assert set(seen) >= {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
@@ -234,7 +238,7 @@ def test_in_memory_old_values_are_kept(offload, clipping, precision, eager, seen
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.7])
 def test_with_an_undo_log_for_some_units(share, eager, seen, tmp_path) -> None:
-    """Of some units a part of the tiles runs ahead, of others none."""
+    """Of some units only a part of the tiles is updated speculatively, of others none."""
     with engine_of(tmp_path, "deferred", params="none", offload="cpu") as engine:
         train(engine, steps=1)
         most = engine.stats().peak_bytes["host"]
@@ -249,7 +253,7 @@ def test_with_an_undo_log_for_some_units(share, eager, seen, tmp_path) -> None:
 
 @pytest.fixture
 def slow(monkeypatch) -> None:
-    """An optimizer that backward overtakes: it is at its first tile until backward is over, or waits for it."""
+    """Delay the optimizer at each tile until backward is over, or for 0.3 s."""
     update, prefer = pipeline.update, pipeline.UpdatePipeline.prefer
     over = threading.Event()
 
@@ -267,7 +271,7 @@ def slow(monkeypatch) -> None:
 
 @pytest.fixture
 def withdrawn(monkeypatch) -> list[int]:
-    """Units whose updates were to run ahead, and made way for others."""
+    """Units whose speculative updates were withdrawn to make room for others."""
     units: list[int] = []
     withdraw = pipeline.UpdatePipeline.withdraw
 
@@ -285,7 +289,7 @@ def withdrawn(monkeypatch) -> list[int]:
 def test_an_update_of_a_unit_needed_later_is_withdrawn(
     accumulation, clipping, eager, slow, seen, withdrawn, tmp_path
 ) -> None:
-    """Room for a block or two: the blocks that backward comes to last have it, and forward needs them first."""
+    """The undo log has room for a block or two: those that backward reaches last, as forward needs them first."""
     with engine_of(tmp_path, "deferred", params="none", offload="cpu", accumulation=accumulation) as engine:
         train(engine, steps=1)
         most = engine.stats().peak_bytes["host"]
@@ -298,7 +302,7 @@ def test_an_update_of_a_unit_needed_later_is_withdrawn(
 
 
 def largest_block(architecture: str) -> int:
-    """Parameters."""
+    """Return the number of its parameters."""
     return max(sum(p.numel() for p in block.parameters()) for block in model_of(architecture).transformer.h)
 
 
@@ -309,7 +313,7 @@ def test_precisions(precision, eager, seen, tmp_path) -> None:
 
 
 def test_a_skipped_step_leaves_what_was(eager, seen, tmp_path) -> None:
-    """Under fp16 an overflow in the last block is known when others have been updated."""
+    """Under fp16 other blocks are updated before an overflow in the last block is known."""
 
     def spoil(engine: infinity.Engine) -> None:
         parameter = next(iter(engine.module.parameters()))
@@ -372,7 +376,7 @@ def fail(engine: infinity.Engine) -> None:
 
 @pytest.mark.parametrize("disturb", [lower_rate, look, change_gradients, again, drop, evaluate, fail])
 def test_what_comes_between_backward_and_step(disturb, eager, seen, tmp_path) -> None:
-    same_bits(tmp_path, disturb)
+    same_bits(tmp_path, disturb, neutral=disturb in (look, evaluate, fail))
     assert {"undone", "confirmed"} == set(seen)
 
 
@@ -391,7 +395,7 @@ def test_values_between_backward_and_step_are_the_old_ones(eager, tmp_path) -> N
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 def test_with_crash_consistent_steps(clipping, eager, tmp_path) -> None:
-    """Two slots are enough for what is committed and what runs ahead."""
+    """Two versions are enough for a committed step and a speculative one."""
     with engine_of(tmp_path, "auto", clipping=clipping, crash_consistent=True) as engine:
         losses = train(engine, steps=3)
         engine.backward(loss_of(engine, DATA[3]))  # of a step that never ends
@@ -410,7 +414,7 @@ def test_with_crash_consistent_steps(clipping, eager, tmp_path) -> None:
 
 
 def test_a_save_that_training_does_not_wait_for(eager, seen, tmp_path) -> None:
-    """It sees the tiles of a unit in their order; while it goes on nothing runs ahead."""
+    """It reads the tiles of a unit in order; until it ends no update is speculative."""
     budget = int(least_memory("gpt2", "bf16", 1) * 1.6)  # some tiles of a unit stay in memory
     with engine_of(tmp_path / "swap", "speculative", host_memory=budget) as engine:
         train(engine, steps=2)
@@ -447,7 +451,7 @@ def test_a_drive_that_fails_in_a_speculative_update_stops_the_engine(eager, tmp_
             train(engine, steps=1)
 
 
-# Gradients that are told from the states #
+# Gradients that are reconstructed from the states #
 
 
 @pytest.mark.parametrize("params", ["nvme", "none"])
@@ -507,7 +511,7 @@ def test_speculative_updates_spill_no_gradients(eager, gradients, tmp_path) -> N
 
 @pytest.fixture
 def fetched(monkeypatch) -> list[int]:
-    """Units that were fetched for their updates to be undone."""
+    """Units that were fetched for a rollback of their updates."""
     units: list[int] = []
     needs_memory = InFlight.needs_memory
 
@@ -521,7 +525,7 @@ def fetched(monkeypatch) -> list[int]:
 
 
 def room_for_params(architecture: str = "gpt2") -> int:
-    """A budget with which all parameters stay in memory, and no states."""
+    """Return a budget with which all parameters stay in memory, and no states."""
     return least_memory(architecture, "bf16", 1) * 3 // 2
 
 
@@ -536,7 +540,7 @@ def test_parameters_that_stay_in_memory_are_not_written(clipping, eager, monkeyp
 
     monkeypatch.setattr(UnitParams, "write", told)
     with engine_of(tmp_path, "speculative", clipping=clipping, host_memory=room_for_params()) as engine:
-        train(engine, steps=2)  # in the first one nobody knows that they will stay
+        train(engine, steps=2)  # in the first step it is unknown that they stay
         engine.synchronize()
         assert written
         written.clear()
@@ -546,7 +550,7 @@ def test_parameters_that_stay_in_memory_are_not_written(clipping, eager, monkeyp
 
 
 def leave(engine: infinity.Engine) -> None:
-    """Nothing stays in memory, once no update holds it there."""
+    """Evict all units that no update pins."""
     executor = engine._runtime.executor
     while executor._in_flight.finish_one():
         pass
@@ -559,7 +563,7 @@ def leave(engine: infinity.Engine) -> None:
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_a_unit_with_a_speculative_update_may_be_evicted(architecture, clipping, eager, fetched, tmp_path) -> None:
     budget = room_for_params(architecture)
-    same_bits(tmp_path, leave, architecture=architecture, clipping=clipping, host_memory=budget)
+    same_bits(tmp_path, leave, neutral=True, architecture=architecture, clipping=clipping, host_memory=budget)
     assert bool(fetched) == (clipping != NEVER)
 
 
@@ -567,7 +571,7 @@ def test_a_unit_with_a_speculative_update_may_be_evicted(architecture, clipping,
 def test_parameters_that_cannot_be_reconstructed_are_written_again(
     clipping, eager, seen, monkeypatch, tmp_path
 ) -> None:
-    """More of them are lost than are kept: from then on parameters are written again, and told once more later."""
+    """Once more elements are lost than can be kept, parameters are written again, for two steps."""
 
     losses, states = expected(clipping=clipping)
     with engine_of(tmp_path, "speculative", clipping=clipping, host_memory=room_for_params()) as engine:
@@ -620,7 +624,7 @@ def _train_on_rank(path: Path, home: str) -> list[list[float]]:
 
 
 def test_a_unit_whose_update_may_be_speculative_is_unsharded_again_on_all_ranks(eager, monkeypatch, tmp_path) -> None:
-    """Else ranks on which nothing ran ahead would gather fewer units than the others, and hang."""
+    """Whether its rank had room or not: else some ranks would unshard fewer units than others, and hang."""
     changed: set[int] = set()
     monkeypatch.setattr(InFlight, "can_run_ahead", lambda *_: False)
     monkeypatch.setattr(Gathering, "changed", lambda _, unit: changed.add(unit))

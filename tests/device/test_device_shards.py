@@ -1,4 +1,4 @@
-"""At stage 3 with nothing offloaded a rank has its shard on its device, which updates it: nothing crosses the link."""
+"""At stage 3 without offload each rank's shards lie on its device, which updates them: nothing crosses the link."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _refused(*_: Any) -> torch.Tensor:
 
 
 def frozen(model: nn.Module) -> nn.Module:
-    """A unit that is not trained, and one that is in part."""
+    """Freeze one unit, and a part of another."""
     model.transformer.wpe.requires_grad_(False)
     model.transformer.h[1].mlp.requires_grad_(False)
     return model
@@ -75,9 +75,10 @@ def start(
     ratio: float = 0.0,
     **tiering: Any,
 ) -> infinity.Engine:
-    """On the device, if the ranks have a group for it; with `ahead` elements of room, whole units stay there.
+    """Return an engine on the device if the ranks have a group for it, else on the CPU.
 
     Args:
+        ahead: elements that may be unsharded early; with enough of them, all units stay unsharded.
         ratio: the share of states that is offloaded; with 0 nothing is.
     """
     config = recipe.config(Placement("none", "cpu" if ratio else "none"))
@@ -107,7 +108,7 @@ def step(engine: infinity.Engine, ids: torch.Tensor) -> float:
 
 
 def mine(count: int) -> list[torch.Tensor]:
-    """This rank's micro-batches."""
+    """Return this rank's micro-batches."""
     return batches(count * dist.get_world_size())[dist.get_rank() :: dist.get_world_size()]
 
 
@@ -122,7 +123,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 
 def compared(script: Run, path: Path, speed: str = "slow_kernels", ranks: int = 2) -> None:
-    """A script does the same on devices as on the CPU; it is given the devices' group, or None."""
+    """Check that a script gives the same on devices as on the CPU. Its argument is the devices' group, or None."""
     for losses, ours, expected, theirs, races in on_two_ranks(_both, script, speed, path=path, ranks=ranks):
         assert losses == expected
         assert_same(ours, theirs)
@@ -139,7 +140,7 @@ def _both(script: Run, speed: str) -> tuple[Any, ...]:
 
 @contextmanager
 def counting() -> Iterator[list[int]]:
-    """The bytes of every copy over the link."""
+    """Yield a list that grows by the bytes of every copy over the link."""
     copies: list[int] = []
     plain = AcceleratorLink._copy
 
@@ -158,7 +159,7 @@ def train(group: dist.ProcessGroup | None, recipe: Recipe, freezes: bool) -> tup
     ahead = 0 if freezes else 1 << 20
     with start(group, recipe, freezes=freezes, ahead=ahead) as engine, counting() as copies:
         losses = [step(engine, ids) for ids in mine(STEPS * recipe.accumulation)]
-        # What units' gradients measure, no more than once each in a micro-batch.
+        # Only norms cross the link: of each unit's gradients, at most once a micro-batch.
         units = len(engine._runtime.partition.units)
         assert all(nbytes == _NORM_BYTES for nbytes in copies)
         assert len(copies) <= len(losses) * (units + 1)
@@ -213,10 +214,10 @@ def within_the_least(group: dist.ProcessGroup) -> None:
     with start(group, device_memory=least) as engine:
         shards = sum(spec.shard_nbytes for spec in engine._runtime.params.specs if spec.beside)
         stays = engine._runtime.device.parts["parameters that stay"].capacity_bytes
-        assert shards <= stays < shards + 20_000, "shards are counted, beside small parameters"
+        assert shards <= stays < shards + 20_000, "shards are counted, in addition to small parameters"
         for ids in mine(2):
             step(engine, ids)
-            assert not engine._runtime.executor.awaits_updates, "they do not wait for whole units to come"
+            assert not engine._runtime.executor.awaits_updates, "updates do not wait for unsharded units"
         assert engine._runtime.device.peak_bytes <= least
 
 
@@ -239,7 +240,7 @@ def train_with_api_calls(group: dist.ProcessGroup | None, ratio: float) -> tuple
         model, block = engine.module, engine.module.transformer.h[0]
         ids = first.to(engine.device)
         engine.backward(loss_of(engine, ids))
-        engine.zero_grad()  # of no use
+        engine.zero_grad()  # drops these gradients
         losses.append(step(engine, data[0]))
         with torch.inference_mode():
             losses.append(float(loss_of(engine, ids).item()))
@@ -264,7 +265,7 @@ def train_with_api_calls(group: dist.ProcessGroup | None, ratio: float) -> tuple
 
 
 def head(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the state dict has twice."""
+    """Return the tied parameter that the state dict has twice."""
     state = model.state_dict()
     return {"lm_head.weight": state["transformer.wte.weight"].cpu()}
 
@@ -332,7 +333,7 @@ def test_a_checkpoint_moves_between_device_and_cpu(saved, loaded, background, tm
 
 
 def values_of(directory: Path, resaved: Path) -> dict[str, torch.Tensor]:
-    """Of what is loaded, which is saved again."""
+    """Load a checkpoint, save it again, and return its values."""
     with start(begin(), freezes=True) as engine:
         engine.load_checkpoint(directory)
         engine.save_checkpoint(resaved)
@@ -340,7 +341,7 @@ def values_of(directory: Path, resaved: Path) -> dict[str, torch.Tensor]:
 
 
 def alone(directory: Path, resaved: Path) -> dict[str, torch.Tensor]:
-    """The same on one rank."""
+    """Do the same on one rank."""
     recipe = CLIPPED.config(Placement())
     with infinity.initialize(model=frozen(tiny()), config=recipe, device="simdev")[0] as engine:
         engine.load_checkpoint(directory)

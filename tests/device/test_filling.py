@@ -1,4 +1,4 @@
-"""Optimizer states that come to the device, and leave it, between steps: the bits stay those of the CPU."""
+"""Moving optimizer states to the device and back between steps changes no bit."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def there(engine: Any) -> list[int]:
 def test_any_order_of_moving_states_to_the_device_and_back_has_the_same_bits(
     speed, recipe, tier, tmp_path, monkeypatch
 ) -> None:
-    """Units come and leave by chance after every step; those that the policy moves are as good as any.
+    """Random units move after every step, instead of those that the policy would move.
 
-    With `SOMETIMES` the updates of those below run ahead of the norm, and some are undone.
+    With `SOMETIMES` the updates in host memory are speculative, and some are rolled back.
     """
     monkeypatch.setattr(placement_module, "_DEVICE_TILE_BYTES", 0)  # several tiles a unit
     ahead: list[int] = []
@@ -104,7 +104,7 @@ def test_any_order_of_moving_states_to_the_device_and_back_has_the_same_bits(
 
 @pytest.fixture
 def small_device() -> Iterator[float]:
-    """A device with room for a tiny model and little more; what share of its memory HEADROOM is."""
+    """Give the device room for a tiny model and little more. Return HEADROOM as a share of its memory."""
     gc.collect()
     torch.accelerator.synchronize()
     capacity = torch.accelerator.memory_allocated() + ROOM
@@ -114,9 +114,10 @@ def small_device() -> Iterator[float]:
 
 
 def train_steps(device: str, steps: list[tuple[int, int]], **tiering: Any) -> tuple[list[float], list[int]]:
-    """Losses of steps on batches of (seed, so many times as many samples); units on the device after each step.
+    """Train one step for each (seed, factor on the number of samples).
 
-    NaN for a step that ran out of memory, which leaves no trace.
+    Returns:
+        The loss of each step, NaN if it ran out of memory, and the number of units on the device after each step.
     """
     losses, held = [], []
     with engine_on(device, tiny(), CLIPPED, Placement("none", "cpu"), **tiering) as engine:
@@ -155,7 +156,7 @@ def test_a_budget_that_is_given_is_kept_to() -> None:
 @pytest.mark.parametrize("fills", [True, "auto"])
 @pytest.mark.parametrize("lengths", [[1, 1, 4, 1], [1, 1, 5, 5, 1]])
 def test_a_longer_batch_moves_states_back(lengths, fills, small_device, monkeypatch) -> None:
-    """One that takes of the headroom, at its end; one that finds no room, so that it can be tried again."""
+    """After a step that used the headroom, or after one that ran out of memory, so that it can be repeated."""
     monkeypatch.setattr(Filling, "before_forward", lambda *_, **__: None)  # as if what grows were no input
     steps = list(enumerate(lengths))
     losses, held = train_steps(target.DEVICE, steps, fill_device=fills, device_headroom=small_device)
@@ -171,7 +172,7 @@ def test_a_longer_batch_moves_states_back(lengths, fills, small_device, monkeypa
 def test_states_move_back_before_the_forward_pass_of_a_longer_batch(
     samples, accumulation, some_stay, small_device
 ) -> None:
-    """So that 5 times as many samples, for which there was no room beside these units, are trained on at once."""
+    """So 5 times as many samples, which had no room beside the states, are trained on without a failed step."""
     recipe = replace(CLIPPED, accumulation=accumulation)
     lengths = [1] * 2 * accumulation + [samples] * accumulation + [1] * accumulation
     data = [torch.cat([ids] * length) for ids, length in zip(batches(len(lengths)), lengths, strict=True)]
@@ -260,7 +261,7 @@ def test_what_the_process_took_before_is_no_step_s(small_device) -> None:
 def test_the_device_is_filled_after_the_first_step(
     architecture, recipe, params, tier, speed, tmp_path, monkeypatch
 ) -> None:
-    """Of units that come and go, those whose updates nothing hides stay."""
+    """If parameters are evicted, only the units whose updates nothing hides stay on the device."""
     monkeypatch.setattr(on_device, "_WORTH_NUMEL", 1)
     config = recipe.config(Placement(params, tier, tmp_path, "64KiB"))
     with (

@@ -1,4 +1,4 @@
-"""What is said of updates ahead of the norm on a CPU holds beside a device, whose copies arrive when they do."""
+"""The tests of speculative updates on a CPU also hold on a device whose copies take time."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ from tests.device.training import SPEEDS
 
 @pytest.fixture(autouse=True)
 def _slow_link() -> Iterator[None]:
-    """Whoever does not wait for a copy is there before it."""
+    """Copies take so long that a missing wait reads old values."""
     with target.configured(**SPEEDS["slow_link"]):
         yield
