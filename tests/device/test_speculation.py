@@ -23,12 +23,6 @@ from tests.device.training import SPEEDS, engine_on, on_cpu_like, tiny, train_he
 STEPS = 5
 
 
-@pytest.fixture(params=SPEEDS)
-def _speed(request):
-    with target.configured(**SPEEDS[request.param]):
-        yield
-
-
 @cache
 def least_memory(accumulation: int) -> int:
     """Return the smallest budget; with it, nearly all states are on the drive."""
@@ -39,8 +33,16 @@ def least_memory(accumulation: int) -> int:
     return named_budget(refused.value)
 
 
-@pytest.mark.usefixtures("_speed")
-@pytest.mark.parametrize(("accumulation", "clipping"), [(1, SOMETIMES), (2, SOMETIMES), (1, 100.0)])
+@pytest.mark.parametrize(
+    ("speed", "accumulation", "clipping"),
+    [
+        ("slow_kernels", 1, SOMETIMES),
+        ("slow_link", 1, SOMETIMES),
+        ("slow_kernels", 2, SOMETIMES),
+        ("slow_link", 2, SOMETIMES),
+        ("slow_link", 1, 100.0),  # no step clips
+    ],
+)
 @pytest.mark.parametrize(
     ("params", "states", "keeps"),
     [
@@ -52,7 +54,9 @@ def least_memory(accumulation: int) -> int:
         ("none", "nvme", False),
     ],
 )
-def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumulation, tmp_path, monkeypatch) -> None:
+def test_the_bits_are_those_of_the_cpu(
+    params, states, keeps, clipping, accumulation, speed, tmp_path, monkeypatch
+) -> None:
     ahead: list[int] = []
     run_ahead = InFlight.run_ahead
 
@@ -67,7 +71,8 @@ def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumula
     # Crash-consistent steps double-buffer the states in memory, too; the others keep an undo log, if it has room.
     host_memory = None if keeps or params != "nvme" else least_memory(accumulation) * 5 // 4
     placement = Placement(params, states, tmp_path, "64KiB", host_memory, "speculative")
-    trained = train_on_device(recipe, placement, crash_consistent=keeps)
+    with target.configured(**SPEEDS[speed]):
+        trained = train_on_device(recipe, placement, crash_consistent=keeps)
     assert ahead
     assert_same_bits(trained, on_cpu_like(recipe))
 
