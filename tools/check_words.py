@@ -5,7 +5,7 @@
 Prints one line for each problem, and exits with 1 if there is one:
 
 - in README.md and docs/: a line of prose with more than 120 characters, a page without a heading, a private word;
-- in infinity/: a private word;
+- in the code of infinity/, tests/ and benchmarks/: a private word;
 - in infinity/ and csrc/: a reference to a `[Note: name]` that does not exist, or is not in the file that the reference
   names; a note that is defined twice.
 
@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = 120  # characters of a line of prose
-SOURCES = (("infinity", "*.py"), ("csrc", "*.h"), ("csrc", "*.cpp"))
+SOURCES = (("infinity", "*.py"), ("csrc", "*.h"), ("csrc", "*.cpp"))  # with notes
+IN_WORDS = (("infinity", "*.py"), ("tests", "*.py"), ("benchmarks", "*.py"))  # without private words
+EXEMPT = "tests/test_check_words.py"  # quotes them
 
 PRIVATE = {  # what not to write, and what to write instead
     r"nobody's books": "ownership transfer was cut short",
@@ -52,15 +54,19 @@ def all_problems() -> Iterator[str]:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         name, text = page.relative_to(ROOT).as_posix(), page.read_text()
         yield from page_problems(name, text)
-    sources = {
+    yield from note_problems(_files(SOURCES))
+    for name, text in _files(IN_WORDS).items():
+        if name != EXEMPT:
+            yield from private_words(name, text)
+
+
+def _files(patterns: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the text of the files of these folders that match, by path."""
+    return {
         file.relative_to(ROOT).as_posix(): file.read_text()
-        for folder, pattern in SOURCES
+        for folder, pattern in patterns
         for file in sorted((ROOT / folder).rglob(pattern))
     }
-    yield from note_problems(sources)
-    for name, text in sources.items():
-        if name.startswith("infinity/"):
-            yield from private_words(name, text)
 
 
 # Pages #

@@ -14,8 +14,8 @@ from torch import nn
 
 import infinity
 from infinity.zero.agreement import configuration_facts
+from tests.api.small_models import CONFIG, WIDTH
 from tests.behaviour.ranks import run_ranks
-from tests.doors.small_models import CONFIG, WIDTH
 
 Arguments = tuple[nn.Module, dict[str, Any]]
 

@@ -465,7 +465,7 @@ def test_what_another_user_has_left_is_not_removed(stopped, capsys) -> None:
     assert not record.exists()
 
 
-def test_no_room_for_two_slots_is_refused_at_initialize(tmp_path, monkeypatch) -> None:
+def test_no_room_for_two_versions_is_refused_at_initialize(tmp_path, monkeypatch) -> None:
     with start(tmp_path / "plain", keeps=False) as engine:
         train(engine, DATA[:1])
         one = engine.stats().peak_bytes["nvme"]
@@ -606,7 +606,7 @@ def test_a_space_without_a_run_keeps_nothing() -> None:
     space.close()
 
 
-def test_closing_tells_of_a_last_step_that_a_failing_client_state_kept_from_being_committed(tmp_path, caplog) -> None:
+def test_closing_reports_a_last_step_that_a_failing_client_state_kept_from_being_committed(tmp_path, caplog) -> None:
     def state() -> dict[str, Any]:
         raise OSError("no position")
 

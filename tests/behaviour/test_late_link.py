@@ -15,6 +15,8 @@ import torch.distributed as dist
 import infinity
 from infinity.tiers import Link, SameMemory
 from infinity.zero import GatheredParameters
+from tests.api.test_stale_uploads import assert_trained, config_of
+from tests.api.test_stale_uploads import train as train_some_blocks
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import (
     ARCHITECTURES,
@@ -31,8 +33,6 @@ from tests.behaviour.test_activations import Many, placed
 from tests.behaviour.test_activations import train as train_many
 from tests.behaviour.test_discrete_device import least_device_memory
 from tests.behaviour.test_parity import assert_same_bits
-from tests.doors.test_stale_uploads import assert_trained, config_of
-from tests.doors.test_stale_uploads import train as train_some_blocks
 from tests.tiers.late_link import LateLink, LateRequest, LateToken, late
 
 STEPS = 3
@@ -140,7 +140,7 @@ def test_blocks_that_are_skipped_after_they_were_fetched(home, schedule, seed, t
     assert_same_bits(Result([], ours), Result([], plain))
 
 
-# Doors beside the step #
+# API calls between two steps #
 
 
 def evaluate_between(engine: infinity.Engine) -> None:
@@ -159,32 +159,32 @@ def read_all(engine: infinity.Engine) -> None:
     dict(engine.named_parameters())
 
 
-DOORS: dict[str, Callable[[infinity.Engine], None]] = {
+CALLS: dict[str, Callable[[infinity.Engine], None]] = {
     "evaluation": evaluate_between,
     "writes": write_parameters,
     "reads": read_all,
 }
 
 
-def with_doors(door: str, placement: Placement, recipe: Recipe, link: Link | None, **tiering: Any) -> Result:
-    """Through the door between any two steps."""
+def train_with_calls(call: str, placement: Placement, recipe: Recipe, link: Link | None, **tiering: Any) -> Result:
+    """Train, and make the call after each step."""
     config = recipe.config(placement)
     config["tiering"] |= tiering
     losses = []
     with infinity.initialize(model=tiny_llama(), config=config, link=link)[0] as engine:
         for ids in batches(recipe.steps):
             losses += train_on(engine, [ids])
-            DOORS[door](engine)
+            CALLS[call](engine)
         return Result(losses, dict(engine.named_parameters()))
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("home", "clipping", "seed"), [("cpu", 0.0, 0), ("nvme", 0.0, 1), ("nvme", 0.5, 2)])
-def test_doors(door, home, clipping, seed, tmp_path, make_link) -> None:
+def test_api_calls_between_steps(call, home, clipping, seed, tmp_path, make_link) -> None:
     recipe, placement = recipe_of("bf16", 1, clipping), Placement(home, "nvme", tmp_path, "64KiB")
     room = least_device_memory(placement, recipe)
-    ours = with_doors(door, placement, recipe, make_link(seed), device_memory=room)
-    assert_same_bits(ours, with_doors(door, Placement(), recipe, None))
+    ours = train_with_calls(call, placement, recipe, make_link(seed), device_memory=room)
+    assert_same_bits(ours, train_with_calls(call, Placement(), recipe, None))
 
 
 @pytest.mark.parametrize(("home", "seed"), [("cpu", 0), ("nvme", 1)])

@@ -106,7 +106,7 @@ def test_a_leaf_is_not_cut() -> None:
     set_z3_leaf_modules(model, [Experts])
     units = units_of(model, limit)
     assert units["0.moe"] == under(model, "0.moe")
-    assert "0.first" in units, "what is beside it is cut"
+    assert "0.first" in units, "its neighbour is cut"
     set_z3_leaf_module(block, True)
     assert set(units_of(model, limit)) == {"0", "1"}
     set_z3_leaf_module(block, False)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import infinity
+from tests.api.sequences import WIDTH, Blocks
 from tests.behaviour.disks import LyingDisk, swap_on
-from tests.doors.sequences import WIDTH, Blocks
 
 STEPS = 3
 LIES = ["lost", "torn", "stale"]

@@ -18,9 +18,9 @@ import infinity
 from infinity.config import load_config
 from infinity.integrations.deepspeed.config import DeepSpeedConfig
 from infinity.integrations.deepspeed.monitor import MonitorMaster, get_monitor_config
+from tests.api.small_models import CONFIG, WIDTH, Heads, engine_of, train
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_llama, train_on
-from tests.doors.small_models import CONFIG, WIDTH, Heads, engine_of, train
 
 LOSS, RATE, SCALE = "Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/loss_scale"
 

@@ -13,7 +13,7 @@ import torch
 import infinity
 from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, train, train_plainly
 
-STEPS = 20
+STEPS = 8
 
 # Every recipe once, and every pair of its parts with an architecture and a device.
 CASES = [

@@ -21,9 +21,9 @@ from infinity.checkpoint.inspection import verify
 from infinity.checkpoint.tensors import RangeReader
 from infinity.zero import shared_directory
 from infinity.zero.ranks import Ranks
+from tests.api.small_models import CONFIG
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import tiny_llama
-from tests.doors.small_models import CONFIG
 
 WIDE = 512  # so that headers are little beside it
 

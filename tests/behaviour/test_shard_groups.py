@@ -165,7 +165,7 @@ def overflow_on(culprit: int) -> list[tuple[bool, float]]:
 
 
 def accessed() -> dict[str, Any]:
-    """What the doors give in a run of two groups of two."""
+    """Return what the API calls give in a run of two groups of two."""
     rank = dist.get_rank()
     config = grouped(2, clipping=0.5).config(Placement())
     with infinity.initialize(model=tiny_gpt2(seed=rank), config=config)[0] as engine:

@@ -1,4 +1,4 @@
-"""Updates that run ahead of the norm: the bits of those that wait for it, whatever becomes of them."""
+"""Speculative updates, committed or rolled back, give the bits of updates inside `step()`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ DATA = batches(STEPS)
 NEVER, SOMETIMES, ALWAYS = 100.0, -1.0, 0.1  # SOMETIMES: at a norm that half of the steps exceed
 
 Disturb = Callable[[infinity.Engine], None]
+_TRAINED = {"architecture", "clipping", "precision", "accumulation"}  # options that change the result
 
 
 @pytest.fixture
 def eager(monkeypatch) -> None:
-    """Updates run ahead in every step, whatever came of it in the last one."""
+    """Updates are speculative in every step, whatever happened in the last one."""
     monkeypatch.setattr(Foresight, "runs_ahead", True)
 
 
 @pytest.fixture
 def seen(monkeypatch) -> list[str]:
-    """What became of updates that ran ahead, by unit."""
+    """A list that grows by the outcome of each speculative update: "confirmed" or "undone"."""
     told: list[str] = []
     confirm, undo = InFlight.confirm, InFlight.undo
 
@@ -63,7 +64,7 @@ def seen(monkeypatch) -> list[str]:
 
 @pytest.fixture
 def gradients(monkeypatch) -> Counter[str]:
-    """How many units' gradients were left to their updates, and came back from there."""
+    """How many units' gradients were left to their updates, and how many a rollback reconstructed."""
     told: Counter[str] = Counter()
     left, restore = GradStore.left, GradStore.restore
 
@@ -119,7 +120,7 @@ def model_of(architecture: str) -> torch.nn.Module:
 
 @cache
 def least_memory(architecture: str, precision: str, accumulation: int, params: str = "nvme") -> int:
-    """The smallest budget, with which nearly all is on the drive."""
+    """Return the smallest budget; with it, nearly all states are on the drive."""
     with tempfile.TemporaryDirectory() as path:
         placement = Placement(params, "nvme", Path(path), "64KiB", 1, "deferred")
         config = Recipe(precision, accumulation, NEVER).config(placement)
@@ -130,7 +131,7 @@ def least_memory(architecture: str, precision: str, accumulation: int, params: s
 
 @cache
 def middle_norm(architecture: str, precision: str, accumulation: int) -> float:
-    """Of the steps of a training."""
+    """Return the median norm of the steps of a training."""
     norms = []
     recipe = Recipe(precision, accumulation, NEVER)
     with infinity.initialize(model=model_of(architecture), config=recipe.config(Placement()))[0] as engine:
@@ -142,7 +143,7 @@ def middle_norm(architecture: str, precision: str, accumulation: int) -> float:
 
 
 def states_of(engine: infinity.Engine) -> list[torch.Tensor]:
-    """Everything that was trained, bit for bit."""
+    """Return parameters and moments."""
     weights = [param.detach().clone() for _, param in engine.named_parameters()]
     moments = [
         infinity.utils.safe_get_full_optimizer_state(param, name)
@@ -166,14 +167,34 @@ def train(engine: infinity.Engine, disturb: Disturb | None = None, steps: int = 
     return losses
 
 
-def both(path: Path, disturb: Disturb | None = None, **changes: Any) -> None:
-    """Train with updates that wait and with updates that run ahead; compare all there is."""
-    with engine_of(path, "deferred", **changes) as engine:
-        expected = train(engine, disturb), states_of(engine)
+@cache
+def expected(
+    disturb: Disturb | None = None,
+    architecture: str = "gpt2",
+    clipping: float = NEVER,
+    precision: str = "bf16",
+    accumulation: int = 1,
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Return losses and final states of a training whose updates run inside `step()`, with all states in memory."""
+    changes = {"architecture": architecture, "clipping": clipping, "precision": precision, "accumulation": accumulation}
+    with (
+        tempfile.TemporaryDirectory() as path,
+        engine_of(Path(path), "barrier", params="cpu", offload="cpu", fill_device=False, **changes) as engine,
+    ):
+        return train(engine, disturb), states_of(engine)
+
+
+def same_bits(path: Path, disturb: Disturb | None = None, *, neutral: bool = False, **changes: Any) -> None:
+    """Train with speculative updates, and compare losses and states with `expected`.
+
+    Args:
+        neutral: the disturbance changes no number, so that the reference is trained without it.
+    """
+    trained = {name: value for name, value in changes.items() if name in _TRAINED}
+    losses, states = expected(None if neutral else disturb, **trained)
     with engine_of(path, "speculative", **changes) as engine:
-        losses, states = train(engine, disturb), states_of(engine)
-        assert losses == expected[0]
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states, expected[1], strict=True))
+        assert train(engine, disturb) == losses
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), states, strict=True))
         assert engine.skipped_steps == 0 or changes.get("precision") == "fp16"
 
 
@@ -190,7 +211,7 @@ def both(path: Path, disturb: Disturb | None = None, **changes: Any) -> None:
 def test_the_bits_are_those_of_updates_that_wait(
     architecture, accumulation, clipping, eager, seen, gradients, tmp_path
 ) -> None:
-    both(tmp_path, architecture=architecture, clipping=clipping, accumulation=accumulation)
+    same_bits(tmp_path, architecture=architecture, clipping=clipping, accumulation=accumulation)
     outcomes = set(seen)
     assert outcomes == {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
     assert (gradients["left"] > 0) == (accumulation == 1)  # else they are held in float32
@@ -200,30 +221,30 @@ def test_the_bits_are_those_of_updates_that_wait(
 
 @pytest.mark.parametrize("share", [1.0, 1.6, 2.2, 3.0])
 def test_at_any_budget(share, eager, seen, tmp_path) -> None:
-    """Gradients spill, tiles live on both sides, units come and go."""
-    both(tmp_path, clipping=SOMETIMES, host_memory=int(least_memory("gpt2", "bf16", 1) * share))
+    """Gradients spill, tiles lie in memory and on the drive, units are fetched and evicted."""
+    same_bits(tmp_path, clipping=SOMETIMES, host_memory=int(least_memory("gpt2", "bf16", 1) * share))
     assert set(seen) == {"confirmed", "undone"}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
-def test_in_memory_what_was_before_is_kept(offload, clipping, precision, eager, seen, tmp_path) -> None:
-    """Parameters are in memory, and so are states, or they have slots."""
+def test_in_memory_old_values_are_kept(offload, clipping, precision, eager, seen, tmp_path) -> None:
+    """Parameters are in memory; states are in memory, too, or double-buffered on the drive."""
     memory = None if offload == "cpu" else 1 << 30
-    both(tmp_path, clipping=clipping, precision=precision, params="none", offload=offload, host_memory=memory)
+    same_bits(tmp_path, clipping=clipping, precision=precision, params="none", offload=offload, host_memory=memory)
     assert set(seen) >= {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.7])
-def test_with_room_for_some_of_what_was_before(share, eager, seen, tmp_path) -> None:
-    """Of some units a part of the tiles runs ahead, of others none."""
+def test_with_an_undo_log_for_some_units(share, eager, seen, tmp_path) -> None:
+    """Of some units only a part of the tiles is updated speculatively, of others none."""
     with engine_of(tmp_path, "deferred", params="none", offload="cpu") as engine:
         train(engine, steps=1)
         most = engine.stats().peak_bytes["host"]
         states = sum(param.numel() for param in engine.module.parameters()) * 12
     budget = most + int(share * states)
-    both(tmp_path, clipping=SOMETIMES, params="none", offload="cpu", host_memory=budget)
+    same_bits(tmp_path, clipping=SOMETIMES, params="none", offload="cpu", host_memory=budget)
     assert set(seen) == {"confirmed", "undone"}
     with engine_of(tmp_path, "speculative", params="none", offload="cpu", host_memory=budget) as engine:
         train(engine)
@@ -232,7 +253,7 @@ def test_with_room_for_some_of_what_was_before(share, eager, seen, tmp_path) -> 
 
 @pytest.fixture
 def slow(monkeypatch) -> None:
-    """An optimizer that backward overtakes: it is at its first tile until backward is over, or waits for it."""
+    """Delay the optimizer at each tile until backward is over, or for 0.3 s."""
     update, prefer = pipeline.update, pipeline.UpdatePipeline.prefer
     over = threading.Event()
 
@@ -250,7 +271,7 @@ def slow(monkeypatch) -> None:
 
 @pytest.fixture
 def withdrawn(monkeypatch) -> list[int]:
-    """Units whose updates were to run ahead, and made way for others."""
+    """Units whose speculative updates were withdrawn to make room for others."""
     units: list[int] = []
     withdraw = pipeline.UpdatePipeline.withdraw
 
@@ -265,32 +286,34 @@ def withdrawn(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_what_is_needed_later_makes_way(accumulation, clipping, eager, slow, seen, withdrawn, tmp_path) -> None:
-    """Room for a block or two: the blocks that backward comes to last have it, and forward needs them first."""
+def test_an_update_of_a_unit_needed_later_is_withdrawn(
+    accumulation, clipping, eager, slow, seen, withdrawn, tmp_path
+) -> None:
+    """The undo log has room for a block or two: those that backward reaches last, as forward needs them first."""
     with engine_of(tmp_path, "deferred", params="none", offload="cpu", accumulation=accumulation) as engine:
         train(engine, steps=1)
         most = engine.stats().peak_bytes["host"]
     budget = most + largest_block("gpt2") * 14  # states and parameters, rounded up
     changes = {"clipping": clipping, "params": "none", "offload": "cpu", "accumulation": accumulation}
-    both(tmp_path, host_memory=budget, **changes)
+    same_bits(tmp_path, host_memory=budget, **changes)
     assert withdrawn
     assert 0 not in withdrawn  # the embedding, which is needed first
     assert set(seen) == {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}}[clipping]
 
 
 def largest_block(architecture: str) -> int:
-    """Parameters."""
+    """Return the number of its parameters."""
     return max(sum(p.numel() for p in block.parameters()) for block in model_of(architecture).transformer.h)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_precisions(precision, eager, seen, tmp_path) -> None:
-    both(tmp_path, precision=precision, clipping=SOMETIMES)
+    same_bits(tmp_path, precision=precision, clipping=SOMETIMES)
     assert "undone" in seen
 
 
 def test_a_skipped_step_leaves_what_was(eager, seen, tmp_path) -> None:
-    """Under fp16 an overflow in the last block is known when others have been updated."""
+    """Under fp16 other blocks are updated before an overflow in the last block is known."""
 
     def spoil(engine: infinity.Engine) -> None:
         parameter = next(iter(engine.module.parameters()))
@@ -298,7 +321,7 @@ def test_a_skipped_step_leaves_what_was(eager, seen, tmp_path) -> None:
         assert gradient is not None
         infinity.utils.safe_set_full_grad(parameter, torch.full_like(gradient, float("inf")))
 
-    both(tmp_path, spoil, precision="fp16")
+    same_bits(tmp_path, spoil, precision="fp16")
     assert "undone" in seen
 
 
@@ -351,16 +374,9 @@ def fail(engine: infinity.Engine) -> None:
     engine.backward(loss_of(engine, DATA[2]))
 
 
-def states(engine: infinity.Engine) -> None:
-    for parameter in engine.module.parameters():
-        moment = infinity.utils.safe_get_full_optimizer_state(parameter, "exp_avg")
-        assert moment is not None
-        assert moment.isfinite().all()
-
-
 @pytest.mark.parametrize("disturb", [lower_rate, look, change_gradients, again, drop, evaluate, fail])
 def test_what_comes_between_backward_and_step(disturb, eager, seen, tmp_path) -> None:
-    both(tmp_path, disturb)
+    same_bits(tmp_path, disturb, neutral=disturb in (look, evaluate, fail))
     assert {"undone", "confirmed"} == set(seen)
 
 
@@ -378,14 +394,12 @@ def test_values_between_backward_and_step_are_the_old_ones(eager, tmp_path) -> N
 
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
-def test_of_steps_that_stay_on_the_drives(clipping, eager, tmp_path) -> None:
-    """Two slots are enough for what is committed and what runs ahead."""
-    with engine_of(tmp_path / "a", "deferred", clipping=clipping) as engine:
-        expected = train(engine), states_of(engine)
-    with engine_of(tmp_path / "b", "auto", clipping=clipping, crash_consistent=True) as engine:
+def test_with_crash_consistent_steps(clipping, eager, tmp_path) -> None:
+    """Two versions are enough for a committed step and a speculative one."""
+    with engine_of(tmp_path, "auto", clipping=clipping, crash_consistent=True) as engine:
         losses = train(engine, steps=3)
         engine.backward(loss_of(engine, DATA[3]))  # of a step that never ends
-    with engine_of(tmp_path / "b", "auto", clipping=clipping, crash_consistent=True) as engine:
+    with engine_of(tmp_path, "auto", clipping=clipping, crash_consistent=True) as engine:
         assert engine.resume()[0] is not None
         assert engine.global_steps == 3
         for ids in DATA[3:]:
@@ -393,13 +407,14 @@ def test_of_steps_that_stay_on_the_drives(clipping, eager, tmp_path) -> None:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        assert losses == expected[0]
-        assert all(torch.equal(a, b) for a, b in zip(states_of(engine), expected[1], strict=True))
+        assert losses == expected(clipping=clipping)[0]
+        states = expected(clipping=clipping)[1]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), states, strict=True))
         engine.end_run()
 
 
 def test_a_save_that_training_does_not_wait_for(eager, seen, tmp_path) -> None:
-    """It sees the tiles of a unit in their order; while it goes on nothing runs ahead."""
+    """It reads the tiles of a unit in order; until it ends no update is speculative."""
     budget = int(least_memory("gpt2", "bf16", 1) * 1.6)  # some tiles of a unit stay in memory
     with engine_of(tmp_path / "swap", "speculative", host_memory=budget) as engine:
         train(engine, steps=2)
@@ -421,7 +436,7 @@ def test_a_save_that_training_does_not_wait_for(eager, seen, tmp_path) -> None:
             assert found.item() == loss.item()
 
 
-def test_a_drive_that_fails_ahead_stops_the_engine(eager, tmp_path, monkeypatch) -> None:
+def test_a_drive_that_fails_in_a_speculative_update_stops_the_engine(eager, tmp_path, monkeypatch) -> None:
     with engine_of(tmp_path, "speculative") as engine:
         train(engine, steps=2)
 
@@ -436,12 +451,14 @@ def test_a_drive_that_fails_ahead_stops_the_engine(eager, tmp_path, monkeypatch)
             train(engine, steps=1)
 
 
-# Gradients that are told from the states #
+# Gradients that are reconstructed from the states #
 
 
 @pytest.mark.parametrize("params", ["nvme", "none"])
 @pytest.mark.parametrize("many", [False, True])
-def test_what_states_do_not_tell_is_kept(many, params, eager, seen, gradients, monkeypatch, tmp_path) -> None:
+def test_elements_that_cannot_be_reconstructed_are_kept(
+    many, params, eager, seen, gradients, monkeypatch, tmp_path
+) -> None:
     """One by one, or all of a unit's gradients where these are many."""
     update, calls = pipeline.update, []
 
@@ -456,7 +473,7 @@ def test_what_states_do_not_tell_is_kept(many, params, eager, seen, gradients, m
         return Lost(grads, places, [before[place] for place in places])
 
     monkeypatch.setattr(pipeline, "update", loses)
-    both(tmp_path, clipping=SOMETIMES, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
+    same_bits(tmp_path, clipping=SOMETIMES, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
     assert calls
     assert gradients["restored"] > 0
     assert set(seen) == {"confirmed", "undone"}
@@ -464,13 +481,15 @@ def test_what_states_do_not_tell_is_kept(many, params, eager, seen, gradients, m
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 @pytest.mark.parametrize("params", ["none", "cpu"])
-def test_states_on_a_drive_tell_parameters_in_memory(params, clipping, eager, seen, gradients, tmp_path) -> None:
-    both(tmp_path, clipping=clipping, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
+def test_parameters_in_memory_are_reconstructed_from_states_on_a_drive(
+    params, clipping, eager, seen, gradients, tmp_path
+) -> None:
+    same_bits(tmp_path, clipping=clipping, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
     assert set(seen) >= {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
     assert gradients["left"] > 0
 
 
-def test_gradients_do_not_go_to_the_drive_while_updates_run_ahead(eager, gradients, tmp_path) -> None:
+def test_speculative_updates_spill_no_gradients(eager, gradients, tmp_path) -> None:
     written = {}
     for schedule in ("deferred", "speculative"):
         with engine_of(tmp_path, schedule, host_memory=least_memory("gpt2", "bf16", 1)) as engine:
@@ -492,7 +511,7 @@ def test_gradients_do_not_go_to_the_drive_while_updates_run_ahead(eager, gradien
 
 @pytest.fixture
 def fetched(monkeypatch) -> list[int]:
-    """Units that were fetched for their updates to be undone."""
+    """Units that were fetched for a rollback of their updates."""
     units: list[int] = []
     needs_memory = InFlight.needs_memory
 
@@ -506,7 +525,7 @@ def fetched(monkeypatch) -> list[int]:
 
 
 def room_for_params(architecture: str = "gpt2") -> int:
-    """A budget with which all parameters stay in memory, and no states."""
+    """Return a budget with which all parameters stay in memory, and no states."""
     return least_memory(architecture, "bf16", 1) * 3 // 2
 
 
@@ -521,7 +540,7 @@ def test_parameters_that_stay_in_memory_are_not_written(clipping, eager, monkeyp
 
     monkeypatch.setattr(UnitParams, "write", told)
     with engine_of(tmp_path, "speculative", clipping=clipping, host_memory=room_for_params()) as engine:
-        train(engine, steps=2)  # in the first one nobody knows that they will stay
+        train(engine, steps=2)  # in the first step it is unknown that they stay
         engine.synchronize()
         assert written
         written.clear()
@@ -531,7 +550,7 @@ def test_parameters_that_stay_in_memory_are_not_written(clipping, eager, monkeyp
 
 
 def leave(engine: infinity.Engine) -> None:
-    """Nothing stays in memory, once no update holds it there."""
+    """Evict all units that no update pins."""
     executor = engine._runtime.executor
     while executor._in_flight.finish_one():
         pass
@@ -542,28 +561,28 @@ def leave(engine: infinity.Engine) -> None:
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_what_was_to_stay_may_leave(architecture, clipping, eager, fetched, tmp_path) -> None:
+def test_a_unit_with_a_speculative_update_may_be_evicted(architecture, clipping, eager, fetched, tmp_path) -> None:
     budget = room_for_params(architecture)
-    both(tmp_path, leave, architecture=architecture, clipping=clipping, host_memory=budget)
+    same_bits(tmp_path, leave, neutral=True, architecture=architecture, clipping=clipping, host_memory=budget)
     assert bool(fetched) == (clipping != NEVER)
 
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES])
-def test_states_may_cease_to_tell_parameters(clipping, eager, seen, monkeypatch, tmp_path) -> None:
-    """More of them are lost than are kept: from then on parameters are written again, and told once more later."""
+def test_parameters_that_cannot_be_reconstructed_are_written_again(
+    clipping, eager, seen, monkeypatch, tmp_path
+) -> None:
+    """Once more elements are lost than can be kept, parameters are written again, for two steps."""
 
-    changes = {"clipping": clipping, "host_memory": room_for_params()}
-    with engine_of(tmp_path, "deferred", **changes) as engine:
-        expected = train(engine), states_of(engine)
-    with engine_of(tmp_path, "speculative", **changes) as engine:
+    losses, states = expected(clipping=clipping)
+    with engine_of(tmp_path, "speculative", clipping=clipping, host_memory=room_for_params()) as engine:
         most = undo._MOST_LOST_PARAMS
         for step, ids in enumerate(DATA):
             monkeypatch.setattr(undo, "_MOST_LOST_PARAMS", 0 if step in (2, 3) else most)
             loss = loss_of(engine, ids)
             engine.backward(loss)
             engine.step()
-            assert loss.item() == expected[0][step]
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), expected[1], strict=True))
+            assert loss.item() == losses[step]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), states, strict=True))
     assert "confirmed" in seen
 
 
@@ -604,10 +623,8 @@ def _train_on_rank(path: Path, home: str) -> list[list[float]]:
     return results
 
 
-def test_a_unit_that_could_run_ahead_is_gathered_anew_whatever_its_rank_had_room_for(
-    eager, monkeypatch, tmp_path
-) -> None:
-    """Else ranks on which nothing ran ahead would gather fewer units than the others, and hang."""
+def test_a_unit_whose_update_may_be_speculative_is_unsharded_again_on_all_ranks(eager, monkeypatch, tmp_path) -> None:
+    """Whether its rank had room or not: else some ranks would unshard fewer units than others, and hang."""
     changed: set[int] = set()
     monkeypatch.setattr(InFlight, "can_run_ahead", lambda *_: False)
     monkeypatch.setattr(Gathering, "changed", lambda _, unit: changed.add(unit))
@@ -627,7 +644,7 @@ def test_ranks(home, tmp_path) -> None:
 # When #
 
 
-def test_updates_run_ahead_after_quiet_steps() -> None:
+def test_updates_are_speculative_after_quiet_steps() -> None:
     foresight = Foresight()
     ran = []
     for quiet in [False, True, True, False, True, True, True, True, True]:
@@ -639,19 +656,19 @@ def test_updates_run_ahead_after_quiet_steps() -> None:
     assert ran == [False, False, True, True, False, False, True, True, True]
 
 
-def test_where_every_step_clips_none_runs_ahead(seen, tmp_path) -> None:
-    both(tmp_path, clipping=ALWAYS)
+def test_where_every_step_clips_no_update_is_speculative(seen, tmp_path) -> None:
+    same_bits(tmp_path, clipping=ALWAYS)
     assert not seen
 
 
-def test_where_nothing_can_run_ahead_a_warning_says_why(seen, tmp_path, caplog) -> None:
+def test_where_no_update_can_be_speculative_a_warning_says_why(seen, tmp_path, caplog) -> None:
     with engine_of(tmp_path, "speculative", params="none", precision="fp16") as engine:
         train(engine, steps=3)
     assert "no parameters live on a drive" in caplog.text
     assert not seen
 
 
-def test_space_of_two_slots(tmp_path) -> None:
+def test_double_buffering_takes_twice_the_space_at_most(tmp_path) -> None:
     sizes = {}
     for schedule in ("deferred", "speculative"):
         with engine_of(tmp_path, schedule) as engine:

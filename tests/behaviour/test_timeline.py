@@ -143,7 +143,7 @@ def test_checkpoints_are_one_span_between_steps(tmp_path) -> None:
     assert any(s.lane is Lane.COMPUTE and s.name.endswith("evaluation") for s in spans)
 
 
-LATE_S = 0.25  # on a busy machine ranks wait for each other, too
+LATE_S = 0.25
 
 
 def train_on_rank(path: Path) -> list[infinity.StepStats]:
@@ -164,8 +164,9 @@ def test_every_rank_writes_a_file_of_its_own_and_books_what_it_waits_for_others(
     on_time, late = run_ranks(2, train_on_rank, tmp_path, path=tmp_path)
     for stats in (*on_time, *late):
         assert sum(stats.stall_s.values()) <= sum(stats.phase_s.values())
-    assert max(stats.stall_s["collective"] for stats in on_time) > 0.8 * LATE_S
-    assert any(stats.stall_s["collective"] < 0.5 * LATE_S for stats in late)
+    # On a busy machine both wait for each other, too.
+    waits_s = [[stats.stall_s["collective"] for stats in of_rank] for of_rank in (on_time, late)]
+    assert any(first_s - second_s > 0.6 * LATE_S for first_s, second_s in zip(*waits_s, strict=True)), waits_s
     for rank in range(2):
         path = tmp_path / f"trace.rank{rank}.json"
         assert {event["pid"] for event in json.loads(path.read_text())} == {rank + 1}

@@ -101,14 +101,14 @@ def _close(engine: infinity.Engine, path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("door", [_wait, _save, _load, _change, _close])
+@pytest.mark.parametrize("call", [_wait, _save, _load, _change, _close])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_what_comes_next_waits_for_it(door: Callable[..., None], steps, tmp_path) -> None:
+def test_what_comes_next_waits_for_it(call: Callable[..., None], steps, tmp_path) -> None:
     with make_engine(TILED, build=build) as engine:
         run(engine, batches(2))
         both(engine, tmp_path)
         run(engine, batches(steps, seed=4))
-        door(engine, tmp_path)
+        call(engine, tmp_path)
         assert latest_tag(tmp_path / "later") == "same"
         assert_same(tmp_path / "later" / "same", tmp_path / "waited" / "same")
 
@@ -140,8 +140,8 @@ def test_parameters_that_are_written_by_hand_meanwhile_are_noticed(tmp_path) -> 
         run(engine, batches(1))
 
 
-@pytest.mark.parametrize("door", [_wait, _close])
-def test_an_error_of_writing_is_raised_at_the_next_door(door, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("call", [_wait, _close])
+def test_an_error_of_writing_is_raised_at_the_next_call(call, tmp_path, monkeypatch) -> None:
     with make_engine(TILED) as engine:
         run(engine, batches(1))
         engine.save_checkpoint(tmp_path, "before")
@@ -152,18 +152,18 @@ def test_an_error_of_writing_is_raised_at_the_next_door(door, tmp_path, monkeypa
             run(engine, batches(1))
             engine.synchronize()
         with pytest.raises(infinity.StorageError, match=r"step 1 .* is not saved: .*free some space"):
-            door(engine, tmp_path)
+            call(engine, tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".run")) == [
             "before",
             "latest",
         ]
-        if door is _wait:
+        if call is _wait:
             run(engine, batches(1))
             engine.save_checkpoint(tmp_path, "after")
 
 
-@pytest.mark.parametrize("door", [_wait, _save, _change, _close])
-def test_a_save_that_fails_under_step_leaves_the_loop_alone(door, tmp_path, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("call", [_wait, _save, _change, _close])
+def test_a_save_that_fails_under_step_leaves_the_loop_alone(call, tmp_path, monkeypatch, caplog) -> None:
     """A loop that runs a step again when `step()` raises would train its batch twice."""
     with make_engine(TILED) as engine:
         losses = run(engine, batches(4))
@@ -177,8 +177,8 @@ def test_a_save_that_fails_under_step_leaves_the_loop_alone(door, tmp_path, monk
         assert "step 1" in caplog.text
         assert "is not saved" in caplog.text
         with pytest.raises(infinity.StorageError, match=r"step 1 .* is not saved: .*free some space"):
-            door(engine, tmp_path)
-        if door is not _close:
+            call(engine, tmp_path)
+        if call is not _close:
             engine.wait_checkpoint()  # it is raised once
             assert engine.save_checkpoint(tmp_path, "after").is_dir()
 

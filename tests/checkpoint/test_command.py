@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from infinity.checkpoint.format import read_manifest
 from infinity.cli.main import main
-from tests.doors.small_models import engine_of, train, weights
+from tests.api.small_models import engine_of, train, weights
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from tests.doors.small_models import engine_of, reseal, train
+from tests.api.small_models import engine_of, reseal, train
 
 
 def damage(path: Path) -> None:

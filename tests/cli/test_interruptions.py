@@ -51,8 +51,6 @@ def catches_sigterm(process: Child) -> bool:
 
 @pytest.mark.parametrize("steps_before", [1, 4])
 def test_kill_9_and_resume_continue_bit_for_bit(steps_before, workspace, capsys) -> None:
-    assert main(train_arguments(workspace, "--steps", "40", "--save-dir", str(workspace / "other"))) == 0
-    whole = {step["step"]: step["loss"] for step in lines(capsys.readouterr().out)}
     with running(workspace, "--steps", "100000", "--save-every", "1") as process:
         for _ in range(steps_before):
             process.stdout.readline()
@@ -64,11 +62,12 @@ def test_kill_9_and_resume_continue_bit_for_bit(steps_before, workspace, capsys)
     steps = str(saved + 3)
     assert main(train_arguments(workspace, "--steps", steps, "--save-every", "1", "--resume")) == 0
     resumed = {step["step"]: step["loss"] for step in lines(capsys.readouterr().out)}
-    assert saved < 40, "nothing to compare with"
     assert list(resumed) == [saved + 1, saved + 2, saved + 3]
-    assert resumed == {step: whole.get(step, loss) for step, loss in resumed.items()}
     assert not list((workspace / "swap").iterdir())
     assert not list((workspace / "saved").glob(".tmp*"))
+    assert main(train_arguments(workspace, "--steps", steps, "--save-dir", str(workspace / "other"))) == 0
+    whole = {step["step"]: step["loss"] for step in lines(capsys.readouterr().out)}
+    assert resumed == {step: whole[step] for step in resumed}
 
 
 @pytest.mark.parametrize(("number", "codes"), [(signal.SIGINT, {130}), (signal.SIGTERM, {143, -signal.SIGTERM})])

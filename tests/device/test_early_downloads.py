@@ -39,7 +39,7 @@ def test_a_download_of_what_is_there_overtakes_what_is_computed() -> None:
     [
         (0.0, "backward", True),
         (1e6, "speculative", True),
-        (1e6, "deferred", False),  # after backward somebody may write to parameters
+        (1e6, "deferred", False),  # after backward the user may write to parameters
     ],
 )
 def test_parameters_come_down_early_within_a_backward_pass(clipping, schedule, early, tmp_path, monkeypatch) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+from tests import prepared
 from tests.device import target
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
@@ -14,10 +13,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
 
 @target.emulated_only
 def test_a_step_is_measured(tmp_path) -> None:
-    command = [sys.executable, str(SCRIPT), "--device", "simdev", "--systems", "infinity,fsdp2"]
+    command = [SCRIPT, "--device", "simdev", "--systems", "infinity,fsdp2"]
     command += ["--clip", "1.0", "--warmup", "1", "--steps", "2"]
     command += ["--json", "--into", str(tmp_path), "--name", "try"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = prepared.run(command)
     assert done.returncode == 0, done.stderr + done.stdout
     results = json.loads(done.stdout)
     ours, fsdp2 = results["rows"]

@@ -97,26 +97,28 @@ def on_cpu(tmp_path_factory) -> Callable[[int, str], list[Result]]:
     return trained
 
 
-@pytest.mark.parametrize("speed", SPEEDS)
 @pytest.mark.parametrize(
-    ("stage", "tier", "recipe", "more"),
+    ("speed", "stage", "tier", "recipe", "more"),
     [
-        (0, "none", "clipped", {}),
-        (1, "none", "in_backward", {}),
-        (2, "none", "clipped", {}),
-        (1, "nvme", "clipped", {}),
-        (2, "cpu", "clipped", {"ratio": 0.5, "fills": True}),
-        (1, "cpu", "in_backward", {"fills": True}),
-        (3, "none", "clipped", {}),
-        (3, "none", "in_backward", {}),
-        (3, "cpu", "clipped", {"ratio": 0.5}),
-        (3, "nvme", "in_backward", {"ratio": 0.7}),
-        (3, "cpu", "in_backward", {}),
-        (3, "nvme", "clipped", {}),
-        (3, "nvme", "in_backward", {}),
+        ("slow_kernels", 0, "none", "clipped", {}),
+        ("slow_link", 1, "none", "in_backward", {}),
+        ("slow_kernels", 2, "none", "clipped", {}),
+        ("slow_link", 1, "nvme", "clipped", {}),
+        ("slow_kernels", 2, "cpu", "clipped", {"ratio": 0.5, "fills": True}),
+        ("slow_link", 1, "cpu", "in_backward", {"fills": True}),
+        # test_device_shards.py has stage 3 without offload at both speeds.
+        ("slow_link", 3, "none", "clipped", {}),
+        ("slow_kernels", 3, "none", "in_backward", {}),
+        ("slow_kernels", 3, "cpu", "clipped", {"ratio": 0.5}),
+        ("slow_link", 3, "nvme", "in_backward", {"ratio": 0.7}),
+        ("slow_kernels", 3, "cpu", "in_backward", {}),
+        ("slow_link", 3, "cpu", "in_backward", {}),
+        ("slow_kernels", 3, "nvme", "clipped", {}),
+        ("slow_link", 3, "nvme", "clipped", {}),
+        ("slow_kernels", 3, "nvme", "in_backward", {}),
     ],
 )
-def test_two_ranks_have_the_bits_of_two_ranks_on_the_cpu(stage, tier, recipe, more, speed, on_cpu, tmp_path) -> None:
+def test_two_ranks_have_the_bits_of_two_ranks_on_the_cpu(speed, stage, tier, recipe, more, on_cpu, tmp_path) -> None:
     swap = tmp_path / "swap"
     swap.mkdir()
     case = Shared(stage, Placement(tier, tier, swap, "64KiB"), RECIPES[recipe], **more)

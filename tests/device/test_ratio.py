@@ -57,7 +57,7 @@ def test_same_bits_wherever_a_unit_is_updated(speed, recipe, params, optimizer, 
 
 
 @pytest.mark.parametrize("schedule", ["backward", "barrier"])
-def test_only_gradients_of_units_below_cross_the_link(schedule) -> None:
+def test_only_gradients_of_units_in_host_memory_cross_the_link(schedule) -> None:
     recipe = Recipe("bf16", 1, 0.0, STEPS)
     with target.configured(launch_us=100), engine_with(0.5, recipe, Placement("none", "cpu", schedule=schedule)) as e:
         moved: Counter[str] = Counter()

@@ -17,7 +17,7 @@ from tests.device.test_mutants import CASES
 from tests.device.training import SPEEDS
 
 
-def test_everything_is_right_there(tmp_path, capsys) -> None:
+def test_all_checks_pass_on_the_device(tmp_path, capsys) -> None:
     assert main(["selftest", "--device", target.DEVICE, "--path", str(tmp_path), "--json"]) == 0
     *checks, summary = map(json.loads, capsys.readouterr().out.splitlines())
     assert summary["device"] == target.DEVICE

@@ -8,6 +8,6 @@ from tests.device import target
 
 @target.emulated_only
 def test_a_short_soak() -> None:
-    seen = soak_device.soak(steps=30, seed=1, round_steps=5)
+    seen = soak_device.soak(steps=15, seed=1, round_steps=5)
     assert not seen["wrong"]
     assert seen["races"] == 0

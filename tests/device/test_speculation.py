@@ -1,4 +1,4 @@
-"""Updates that run ahead of the norm, of a device with memory of its own: what is undone there is undone here."""
+"""On a device with its own memory, speculative updates give the bits of the CPU, committed or rolled back."""
 
 from __future__ import annotations
 
@@ -23,15 +23,9 @@ from tests.device.training import SPEEDS, engine_on, on_cpu_like, tiny, train_he
 STEPS = 5
 
 
-@pytest.fixture(params=SPEEDS)
-def _speed(request):
-    with target.configured(**SPEEDS[request.param]):
-        yield
-
-
 @cache
 def least_memory(accumulation: int) -> int:
-    """The smallest budget, with which nearly all is on the drive."""
+    """Return the smallest budget; with it, nearly all states are on the drive."""
     with tempfile.TemporaryDirectory() as path:
         placement = Placement("nvme", "nvme", Path(path), "64KiB", 1, "speculative")
         with pytest.raises(CapacityError) as refused:
@@ -39,9 +33,16 @@ def least_memory(accumulation: int) -> int:
     return named_budget(refused.value)
 
 
-@pytest.mark.usefixtures("_speed")
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("clipping", [100.0, SOMETIMES])
+@pytest.mark.parametrize(
+    ("speed", "accumulation", "clipping"),
+    [
+        ("slow_kernels", 1, SOMETIMES),
+        ("slow_link", 1, SOMETIMES),
+        ("slow_kernels", 2, SOMETIMES),
+        ("slow_link", 2, SOMETIMES),
+        ("slow_link", 1, 100.0),  # no step clips
+    ],
+)
 @pytest.mark.parametrize(
     ("params", "states", "keeps"),
     [
@@ -53,7 +54,9 @@ def least_memory(accumulation: int) -> int:
         ("none", "nvme", False),
     ],
 )
-def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumulation, tmp_path, monkeypatch) -> None:
+def test_the_bits_are_those_of_the_cpu(
+    params, states, keeps, clipping, accumulation, speed, tmp_path, monkeypatch
+) -> None:
     ahead: list[int] = []
     run_ahead = InFlight.run_ahead
 
@@ -65,10 +68,11 @@ def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumula
     monkeypatch.setattr(InFlight, "run_ahead", counted)
     clipping = middle_norm("gpt2", "bf16", accumulation) if clipping == SOMETIMES else clipping
     recipe = Recipe("bf16", accumulation, clipping, STEPS)
-    # Kept steps have two slots of what lives in memory, too; else that leaves before-images, where they have room.
+    # Crash-consistent steps double-buffer the states in memory, too; the others keep an undo log, if it has room.
     host_memory = None if keeps or params != "nvme" else least_memory(accumulation) * 5 // 4
     placement = Placement(params, states, tmp_path, "64KiB", host_memory, "speculative")
-    trained = train_on_device(recipe, placement, crash_consistent=keeps)
+    with target.configured(**SPEEDS[speed]):
+        trained = train_on_device(recipe, placement, crash_consistent=keeps)
     assert ahead
     assert_same_bits(trained, on_cpu_like(recipe))
 
@@ -79,7 +83,7 @@ def test_the_bits_are_those_of_the_cpu(params, states, keeps, clipping, accumula
         ("cpu", "cpu", 1.0, {}, "speculative"),
         ("none", "cpu", 1.0, {}, "speculative"),
         ("none", "cpu", 0.0, {}, "backward"),
-        ("nvme", "cpu", 1.0, {}, "deferred"),  # states in memory tell no parameters on the drive
+        ("nvme", "cpu", 1.0, {}, "deferred"),  # parameters on the drive cannot be reconstructed from states in memory
         ("cpu", "nvme", 1.0, {}, "speculative"),
         ("nvme", "nvme", 1.0, {}, "speculative"),
         ("none", "nvme", 0.0, {}, "backward"),
@@ -114,11 +118,11 @@ def test_on_the_drives_it_is_chosen_where_gradients_need_not_be_kept(
 
 
 @pytest.mark.parametrize("params", ["none", "nvme"])
-def test_on_the_drives_it_is_chosen_where_they_have_room_for_two_slots_and_a_checkpoint(params, tmp_path) -> None:
+def test_on_the_drives_it_is_chosen_where_they_have_room_for_two_versions_and_a_checkpoint(params, tmp_path) -> None:
     recipe, placement = Recipe("bf16", 1, 1.0), Placement(params, "nvme", tmp_path, "64KiB", schedule="auto")
 
     def chosen(capacity: int) -> tuple[str, int]:
-        """The schedule, and what a slot takes of all that may be on the drive."""
+        """Return the schedule, and the bytes of one version of all fields on the drive."""
         nvme = [{"path": str(tmp_path), "capacity": capacity}]
         with engine_on(target.DEVICE, tiny(), recipe, placement, nvme=nvme) as engine:
             sizing = engine._runtime.sizing
@@ -132,17 +136,30 @@ def test_on_the_drives_it_is_chosen_where_they_have_room_for_two_slots_and_a_che
     assert chosen(3 * slot_bytes - 1)[0] == "deferred"
 
 
-@pytest.mark.usefixtures("_speed")
-@pytest.mark.parametrize("clipping", [0.0, SOMETIMES])
-@pytest.mark.parametrize(("params", "states"), [("cpu", "cpu"), ("none", "cpu"), ("none", "nvme"), ("nvme", "nvme")])
-def test_beside_an_embedding_that_stays(params, states, clipping, tmp_path, monkeypatch) -> None:
-    """The embedding is updated on the device after the first step, unasked, and the blocks ahead of the norm."""
+@pytest.mark.parametrize(
+    ("params", "states", "clipping", "speed"),
+    [
+        ("cpu", "cpu", 0.0, "slow_link"),
+        ("cpu", "cpu", SOMETIMES, "slow_kernels"),
+        ("none", "cpu", 0.0, "slow_kernels"),
+        ("none", "cpu", SOMETIMES, "slow_link"),
+        ("none", "nvme", 0.0, "slow_link"),
+        ("none", "nvme", SOMETIMES, "slow_kernels"),
+        ("nvme", "nvme", 0.0, "slow_kernels"),
+        ("nvme", "nvme", SOMETIMES, "slow_link"),
+    ],
+)
+def test_with_an_embedding_that_stays_on_the_device(params, states, clipping, speed, tmp_path, monkeypatch) -> None:
+    """After the first step the device updates the embedding, and the updates of the blocks are speculative."""
     monkeypatch.setattr(Foresight, "runs_ahead", True)
     monkeypatch.setattr(on_device, "_WORTH_NUMEL", 1)
     monkeypatch.setattr(filling, "that_fit", lambda rules, shards, order, spare_bytes: order[:1])
     recipe = Recipe("bf16", 1, middle_norm("gpt2", "bf16", 1) if clipping else 0.0, STEPS)
     placement = Placement(params, states, tmp_path, "64KiB", schedule="auto")
-    with engine_on(target.DEVICE, tiny(), recipe, placement, fill_device="auto") as engine:
+    with (
+        target.configured(**SPEEDS[speed]),
+        engine_on(target.DEVICE, tiny(), recipe, placement, fill_device="auto") as engine,
+    ):
         trained = train_here(engine, recipe)
         assert engine._runtime.states.is_there(0)
         assert not engine._runtime.states.is_there(1)

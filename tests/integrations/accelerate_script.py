@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from tests.doors.small_models import WIDTH, Heads
+from tests.api.small_models import WIDTH, Heads
 
 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # accelerate calls it on the optimizer given
 

@@ -25,8 +25,8 @@ from infinity.integrations.deepspeed.parameters import (
     unwrap_model_for_generation,
 )
 from infinity.zero import leaf_modules
+from tests.api.small_models import CONFIG, WIDTH
 from tests.behaviour.reference import batches, tiny_llama
-from tests.doors.small_models import CONFIG, WIDTH
 
 NVME = {"stage": 3, "stage3_param_persistence_threshold": 0}
 

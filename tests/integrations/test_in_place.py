@@ -330,7 +330,7 @@ def test_inference_gives_the_tokens_of_plain_torch_without_training_state(in_pla
         assert engine._runtime.host.peak_bytes <= least
 
 
-def test_inference_reads_ahead(base, tmp_path) -> None:
+def test_inference_prefetches(base, tmp_path) -> None:
     """From the second token on a plan says what comes, where training has it from the second step on."""
     prompts = batches(1)[0][:, :6]
     with infinity.from_pretrained(base, without_optimizer(tmp_path, host_memory="200KiB"), inference=True)[0] as engine:

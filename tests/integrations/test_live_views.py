@@ -20,7 +20,7 @@ from infinity.integrations.deepspeed.values import (
     safe_get_full_grad,
     safe_get_full_optimizer_state,
 )
-from tests.doors.small_models import CONFIG, WIDTH, Heads
+from tests.api.small_models import CONFIG, WIDTH, Heads
 
 pytestmark = pytest.mark.usefixtures("ends_process_group")
 SIXTEEN_BITS = {"bf16": {"enabled": True}}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import infinity
 from infinity.cli.main import main
 from infinity.integrations import as_deepspeed
-from tests.doors.small_models import Heads
+from tests.api.small_models import Heads
 from tests.integrations.processes import ranks, result, run, script
 
 HERE = Path(__file__).parent

@@ -20,7 +20,7 @@ from infinity.integrations.deepspeed.optimizers import (
     ZeROOptimizer,
 )
 from infinity.optim.optimizer import TieredOptimizer
-from tests.doors.small_models import CONFIG, WIDTH, Heads
+from tests.api.small_models import CONFIG, WIDTH, Heads
 
 pytestmark = pytest.mark.usefixtures("ends_process_group")
 

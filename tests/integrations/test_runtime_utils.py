@@ -13,7 +13,7 @@ import infinity
 from infinity.integrations.deepspeed import helpers, norms
 from infinity.integrations.deepspeed.config import DeepSpeedConfig
 from infinity.integrations.deepspeed.engine import initialize
-from tests.doors.small_models import CONFIG, WIDTH, Heads
+from tests.api.small_models import CONFIG, WIDTH, Heads
 
 
 def with_grads(*grads: list[float]) -> list[nn.Parameter]:

@@ -32,7 +32,7 @@ from infinity.integrations.deepspeed.zero_config import (
     get_zero_config,
 )
 from infinity.optim import lr_schedules as schedules
-from tests.doors.small_models import CONFIG
+from tests.api.small_models import CONFIG
 
 
 def optimizer(**more: Any) -> torch.optim.Optimizer:

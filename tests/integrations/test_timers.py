@@ -14,7 +14,7 @@ import infinity
 from infinity.integrations.deepspeed import timers
 from infinity.integrations.deepspeed.engine import initialize
 from infinity.integrations.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
-from tests.doors.small_models import CONFIG, WIDTH, Heads
+from tests.api.small_models import CONFIG, WIDTH, Heads
 
 
 class Clock:

@@ -273,7 +273,7 @@ def test_thousands_of_small_requests_at_once(engine, arena, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("backend", NATIVE)
-def test_waiting_for_a_read_ahead_makes_it_a_demand_read(backend, arena, tmp_path) -> None:
+def test_waiting_for_a_prefetch_makes_it_a_demand_read(backend, arena, tmp_path) -> None:
     """In one of several tries: a busy machine may hold this thread until the reads ahead are over anyway."""
     engine = open_engine(IoOptions(block_size_bytes=4096, queue_depth=4, threads=4), backend)
     file = engine.open(tmp_path / "f", create=True, size_bytes=32 * MIB)

@@ -253,7 +253,7 @@ def test_int8_error_is_within_its_documented_bound() -> None:
     assert (stored["exp_avg_sq"] > 0).all()  # nothing positive becomes a zero denominator
 
 
-def test_one_bad_value_spoils_its_block_and_no_other() -> None:
+def test_one_bad_value_changes_its_block_and_no_other() -> None:
     layout = state_layout("int8")
     states = layout.views(torch.zeros(layout.tile_bytes(1024), dtype=torch.uint8), 1024)
     values = {"exp_avg": torch.ones(1024), "exp_avg_sq": torch.ones(1024)}

@@ -139,7 +139,7 @@ def test_what_dead_runs_have_left_is_free_for_a_new_one(tmp_path, monkeypatch) -
     ("room", "schedule"),
     [({}, "speculative"), ({"drive_bytes": 1 << 30}, "speculative"), ({"drive_bytes": 1}, "deferred")],
 )
-def test_updates_run_ahead_where_the_drives_have_room_for_it(room, schedule, tmp_path) -> None:
+def test_updates_are_speculative_where_the_drives_have_room_for_it(room, schedule, tmp_path) -> None:
     clipped = load_config(Recipe("bf16", clipping=1.0).config(Placement("nvme", "nvme", tmp_path, "64KiB")))
     machine = Machine(device_bytes=1 << 30, **room)
     assert plan_training(tiny_llama(), clipped, machine).update_schedule == schedule

@@ -103,7 +103,7 @@ def test_schedules_differ_in_what_hides_the_updates() -> None:
     assert steps["backward"] <= steps["deferred"] < steps["barrier"]
 
 
-def test_updates_that_run_ahead_leave_room_for_the_least_budget() -> None:
+def test_speculative_updates_leave_room_for_the_least_budget() -> None:
     """Their units leave memory as the engine lets them, so that the next one finds room."""
     ahead = {"tiering.update_schedule": "speculative", "gradient_clipping": 1.0}
     budget = {"tiering.host_memory": plan_training(stand_in(SHAPE), config_of(**ahead)).needs.least_bytes}

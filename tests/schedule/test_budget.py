@@ -60,7 +60,7 @@ def test_the_number_that_is_enough_is_enough_though_the_ring_grows_with_it(param
     assert split_memory(needs, needs.least_bytes).ring_bytes == 4
 
 
-def test_shards_that_lie_apart_come_after_what_is_computed_on() -> None:
+def test_separate_shards_get_memory_after_the_units_in_use() -> None:
     needs = replace(NEEDS, homes_min_bytes=5, homes_bytes=30)
     assert split_memory(needs, LEAST + 5 + 10 + 80 + 7) == MemorySplit(100, 20, 0, 4, 12)
 

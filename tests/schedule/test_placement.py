@@ -181,7 +181,7 @@ def test_no_memory_has_less_than_the_least() -> None:
     assert computed.least <= computed.most
 
 
-def test_what_is_computed_on_is_counted_beside_its_shards() -> None:
+def test_unsharded_units_are_counted_in_addition_to_their_shards() -> None:
     """Units of 40, 20, 20 and 20 bytes: two must be there at once."""
     alone = rules(3, "nvme")
     assert param_bytes(alone, specs_of(alone, 20, 10, 10, 10)).computed == Share(0, 60, 100)
@@ -306,7 +306,7 @@ def test_units_stay_in_memory_with_their_gradients(numels, there, states_bytes, 
         assert not homes.spilled
 
 
-def test_units_that_stay_are_spread_evenly_beside_the_first_one() -> None:
+def test_units_that_stay_are_spread_evenly_after_the_first_one() -> None:
     shards = Shards([16] * 9, 16, lambda numel: 10 * numel, torch.bfloat16, ())
     states, grads = 160, 32
     homes, stay = place_units(shards, MemorySplit(0, 3 * grads, 5 * (states + grads), 0))
@@ -350,6 +350,6 @@ def test_resident_tiles_keep_to_the_budget_and_begin_with_the_first_unit(
     assert within == first or sum(sizes[: within + 1]) > resident_bytes
 
 
-def test_the_tiles_beside_the_first_unit_are_spread_evenly() -> None:
+def test_the_tiles_besides_those_of_the_first_unit_are_spread_evenly() -> None:
     stay = resident_tiles([400] + [100] * 8, 100, same, 400 + 400)
     assert stay == [True] * 4 + [False, True] * 4

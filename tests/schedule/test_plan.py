@@ -182,7 +182,7 @@ def test_what_a_plan_leaves_free_is_of_no_use_to_it(problem) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(problems() | passes())
-def test_what_follows_is_fetched_ahead_wherever_both_fit(problem) -> None:
+def test_the_next_unit_is_prefetched_wherever_both_fit(problem) -> None:
     uses, sizes, capacity = problem
     for index, step in enumerate(make_plan(uses, sizes, capacity).steps):
         if step.before is not None:
@@ -278,7 +278,7 @@ def test_a_cyclic_scan_keeps_what_fits_where_lru_keeps_nothing() -> None:
     assert fetched_bytes(make_plan(uses, [1] * units, room), [1] * units) <= units - room + 2
 
 
-def test_every_fetch_is_ahead_of_its_use_where_two_units_fit() -> None:
+def test_every_fetch_is_a_prefetch_where_two_units_fit() -> None:
     uses = [*range(6), *reversed(range(6))]
     plan = make_plan(uses, [1] * 6, 2)
     assert all(step.before is None for step in plan.steps)
@@ -308,7 +308,7 @@ def wanted(uses: list[int], sizes: list[int], rule: Ahead, index: int) -> set[in
 
 @settings(max_examples=300, deadline=None)
 @given(problems() | passes(), st.integers(1, 30))
-def test_units_within_the_bytes_ahead_are_there_in_time_and_within_the_budget(problem, ahead_bytes) -> None:
+def test_units_within_the_prefetched_bytes_arrive_in_time_and_within_the_budget(problem, ahead_bytes) -> None:
     uses, sizes, capacity = problem
     plan = make_plan(uses, sizes, capacity, ahead_bytes)
     assert [step.unit for step in plan.steps] == uses
@@ -323,12 +323,12 @@ def test_units_within_the_bytes_ahead_are_there_in_time_and_within_the_budget(pr
 
 
 @given(problems())
-def test_no_bytes_ahead_is_the_next_unit_alone(problem) -> None:
+def test_without_prefetched_bytes_only_the_next_unit_comes_early(problem) -> None:
     uses, sizes, capacity = problem
     assert make_plan(uses, sizes, capacity, 0) == make_plan(uses, sizes, capacity)
 
 
-def test_units_ahead_leave_room_for_one_that_is_fetched_meanwhile() -> None:
+def test_prefetched_units_leave_room_for_one_that_is_fetched_meanwhile() -> None:
     rule = Ahead(capacity_bytes=12, bytes=9, largest_bytes=3)
     assert rule.may_be(1, 3, 3, 0)
     assert rule.may_be(2, 3, 3, 3)

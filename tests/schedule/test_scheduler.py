@@ -218,7 +218,7 @@ def test_the_same_events_give_the_same_actions() -> None:
     assert counts[0] == counts[1]
 
 
-def test_a_step_like_the_last_one_waits_for_no_fetch_that_could_come_ahead() -> None:
+def test_a_step_like_the_last_one_waits_for_no_fetch_that_could_be_prefetched() -> None:
     world = World([1] * 6, 3)
     for _ in range(3):
         step(world, list(range(6)), updates=False)

@@ -83,7 +83,7 @@ def test_uploads_begin_before_their_tensors_are_asked_for(store, link) -> None:
     assert store._ahead_bytes == 0
 
 
-def test_two_of_the_largest_and_no_more_are_ahead(store, link) -> None:
+def test_two_of_the_largest_and_no_more_are_unsharded_early(store, link) -> None:
     saved_numels = [NUMEL] * COUNT + [2 * NUMEL]
     _, y = saved(store, saved_numels)
     y.sum().backward()

@@ -115,7 +115,7 @@ def test_a_slot_is_given_to_nobody_before_it_is_written(on) -> None:
     on.ring.let_go(on.tiles[2])
 
 
-def test_what_is_needed_now_takes_the_slot_of_what_was_read_farthest_ahead(on) -> None:
+def test_a_demand_read_takes_the_memory_of_the_prefetch_needed_last(on) -> None:
     on.ring.read_ahead(on.tiles[:4], wait=False)
     on.ring.hold(on.tiles[3])
     assert on.drive.over == ["r1", "r3"]
