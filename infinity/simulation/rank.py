@@ -80,7 +80,10 @@ class Rank(Performer):
         sharding = SimpleNamespace(count=ranks)
         units = []
         for row in self.rows:
-            spec = SimpleNamespace(name=row.name, nbytes=row.nbytes, offloaded=row.moves, pieces=(), sharding=sharding)
+            moving_bytes = row.nbytes if row.moves else 0
+            spec = SimpleNamespace(
+                name=row.name, nbytes=row.nbytes, moving_bytes=moving_bytes, pieces=(), sharding=sharding
+            )
             pin, unpin = partial(self._pin, row.index), partial(self._unpin, row.index)
             units.append(SimpleNamespace(spec=spec, pin=pin, unpin=unpin, tensor=row.index))
         others = SimpleNamespace(all_gather=self._all_gather)

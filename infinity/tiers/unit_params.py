@@ -77,6 +77,11 @@ class FlatSpec:
         return self.numel * self.dtype.itemsize
 
     @property
+    def moving_bytes(self) -> int:
+        """Bytes of the whole unit; 0 if it is never evicted."""
+        return self.nbytes if self.offloaded else 0
+
+    @property
     def shard_numel(self) -> int:
         return self.numel // self.sharding.count
 

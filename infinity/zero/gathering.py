@@ -60,7 +60,7 @@ class _Shared:
         spec = params.spec
         self.params = params
         self.unit = unit
-        self.moving_bytes = spec.nbytes if spec.offloaded else 0
+        self.moving_bytes = spec.moving_bytes
         self.uses = 0
         self.whole = Field(f"whole {spec.name}", [_DEVICE])
         self.whole.outdate()  # a value exists, but not unsharded
@@ -92,10 +92,10 @@ class Gathering:
             _Shared(unit, params) if params.spec.sharding.count > 1 else None for unit, params in enumerate(units)
         ]
         self.shares = any(each is not None for each in self._shared)
-        moving_bytes = [params.spec.nbytes for params in units if params.spec.offloaded]
+        moving_bytes = [params.spec.moving_bytes for params in units]
         self._may_be_ahead = Ahead(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
         self.ahead: dict[_Shared, None] = {}
-        self._order = [] if moving_bytes else [each for each in self._shared if each is not None]
+        self._order = [] if any(moving_bytes) else [each for each in self._shared if each is not None]
         self._in_forward = False
         self._in_use_bytes = 0  # of units in use that can be evicted
 
