@@ -163,7 +163,5 @@ def stored_values(runtime: Runtime, unit: Unit) -> dict[str, torch.Tensor]:
             master = read_master(layout, flat[start:stop], fields)
             for part in partition.parts(unit, start, stop):
                 values[part.slot.name][part.param] = master[part.start - start : part.stop - start]
-    runtime.params.discard(
-        runtime.params.units[unit.index]
-    )  # nobody asks for these again: they go without being written
+    runtime.params.discard(runtime.params.units[unit.index])  # these values are not read again, so not written either
     return values
