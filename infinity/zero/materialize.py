@@ -1,6 +1,6 @@
 """Bring a model's values into the tiers, one unit at a time.
 
-A model that was built in memory gives its values up as they are moved. Of one on the meta device (see construction.py)
+A model that was built in memory gives its values up as they are moved. Of one on the meta device (see meta.py)
 each unit's values are read from where they are stored, or its modules are initialised, so that the whole model never
 exists outside of the tiers. Of several ranks, the first one's values count, which it sends to the others; but what all
 of them have in the same files each reads for itself, and only its shards.
