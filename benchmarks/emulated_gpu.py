@@ -51,8 +51,8 @@ from infinity.memory.filled import random_memory
 from infinity.optim import formats, pipeline
 from infinity.planner import Duplex, Machine, Rates, Work, plan_training, predict_step
 from infinity.planner.work import Pass, Product
-from infinity.zero.construction import construct_on_meta
 from infinity.zero.foresight import Foresight
+from infinity.zero.meta import construct_on_meta
 from tests.device import simdev
 
 GPU_PARAMS = 8.0e9  # of the model whose step a regime tells

@@ -24,7 +24,7 @@ from device_profile import Kind, StepProfile, analyse, records_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from infinity.zero.construction import construct_on_meta
+from infinity.zero.meta import construct_on_meta
 
 LR, WEIGHT_DECAY = 1e-5, 0.01
 _PATTERN_NUMEL = 1 << 22

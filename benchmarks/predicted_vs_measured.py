@@ -53,7 +53,7 @@ from infinity.profiling.contention import contention, contention_of_ranks, with_
 from infinity.profiling.drives import drive_rates
 from infinity.profiling.processor import optimizer_rates
 from infinity.profiling.products import operation_cost, product_rates
-from infinity.zero.construction import construct_on_meta
+from infinity.zero.meta import construct_on_meta
 from infinity.zero.ranks import Ranks, join_ranks
 from infinity.zero.sizing import compute_dtype
 

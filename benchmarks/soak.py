@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import infinity
 from infinity.config import load_config
 from infinity.planner import plan_training
-from infinity.zero.construction import construct_on_meta
+from infinity.zero.meta import construct_on_meta
 
 VOCAB, SEQ, BATCH = 256, 64, 2
 LR, WEIGHT_DECAY = 1e-3, 0.1

@@ -23,7 +23,7 @@ from infinity.integrations.inference import InferenceEngine, leave_room
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.setup import ConfigSource, initialize
 from infinity.tiers import accelerator
-from infinity.zero.construction import construct_on_meta
+from infinity.zero.meta import construct_on_meta
 from infinity.zero.ranks import world_size
 
 # Keys of config.json that count modules, and what they may say: DeepNet has 1,000 layers, and the widest mixtures have

@@ -124,7 +124,8 @@ class Evict(_UnitAction):
 
 @dataclass(frozen=True, slots=True)
 class _Submission(_UnitAction):
-    """
+    """Submit an update of a unit.
+
     Attributes:
         write: write the new parameters home, tile by tile as they are updated.
         needed: time of the unit's next use; among updates that no thread waits for, the lowest goes first.

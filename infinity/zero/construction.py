@@ -1,4 +1,4 @@
-"""Build a model that does not fit memory: its parameters lie in files, or on the meta device, until `initialize`.
+"""Build a model that does not fit memory: its parameters lie in files until `initialize`.
 
 A parameter is moved at the moment when its module takes it. In a file without a name, mapped shared, what its
 constructor or anybody else writes to it is kept as in any tensor, and where memory is short the kernel writes its pages
@@ -11,7 +11,7 @@ import errno
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,18 +24,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import Config, load_config
 from infinity.config.load import ConfigSource
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import StorageError
 from infinity.zero.ranks import world_size
 
 FILE_BYTES = 256 << 10  # smaller parameters stay in memory: a mapping each would cost more than it saves
 
-InitFunction = Callable[[nn.Module], None]
-
 # By identity, because tensors compare element by element.
 _made: dict[int, weakref.ref[nn.Parameter]] = {}
-
-
-# In files #
 
 
 class Init:
@@ -145,49 +140,3 @@ def _in_file(values: torch.Tensor, directory: Path | None, name: str, dtype: tor
             0,
         ) from error
     return mapped.view(dtype).view(values.shape).copy_(values)
-
-
-# On the meta device #
-
-
-@contextmanager
-def construct_on_meta() -> Iterator[None]:
-    """Put every parameter that is created inside the context on the meta device; buffers stay real.
-
-    Its module takes a parameter before its initialisation writes to it, so its memory is reserved but never touched.
-    (`torch.device("meta")` would take the buffers too, and with them values such as rotary frequencies that nothing
-    computes again.)
-    """
-
-    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        if param is None or param.is_meta:
-            return None
-        return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-
-    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]
-        yield
-
-
-def own_rule(model: nn.Module) -> InitFunction:
-    """What initialises one module of `model`, given memory for its parameters.
-
-    A transformers model initialises by its own rule for the architecture; any other module by its
-    `reset_parameters`, as torch's layers do.
-    """
-    by_architecture: Any = getattr(model, "_init_weights", None)
-
-    def initialise(module: nn.Module) -> None:
-        with torch.no_grad():
-            if by_architecture is not None:
-                by_architecture(module)
-                return
-            reset: Any = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset()
-            elif any(True for _ in module.parameters(recurse=False)):
-                raise ConfigError(
-                    f"{type(module).__name__} holds parameters on the meta device and has no reset_parameters(); "
-                    "give it one, pass init_function to initialize, or build the model in memory"
-                )
-
-    return initialise

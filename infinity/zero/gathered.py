@@ -28,7 +28,7 @@ from infinity.zero.adapters import is_unmerged
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_units import codes
-from infinity.zero.partition import ParamSlot, SlotPart, Unit
+from infinity.zero.partition import ParamSlot, Unit
 from infinity.zero.ranks import ranks_on_this_machine
 from infinity.zero.views import UnitViews
 
@@ -247,7 +247,7 @@ class Loan:
             return False
         values = values.reshape(-1).cpu()
         with self.runtime.executor.resident(place.unit.index) as flat:
-            for part in _parts_of(self.runtime, place.unit, place.slot):
+            for part in self.runtime.partition.parts(place.unit, of=place.slot):
                 known = flat[part.shard].float()
                 error = values[part.param].float() - known
                 # the error if the adapter's part is twenty times the weight
@@ -430,7 +430,7 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamS
     if unit.runs and not _differs(values, runtime, unit, slot):
         return  # otherwise `changing` raises with the reason
     with runtime.executor.changing(unit.index) as flat:
-        for part in _parts_of(runtime, unit, slot):
+        for part in runtime.partition.parts(unit, of=slot):
             current = flat[part.shard]
             here = values[part.param].to(current.dtype)
             changed = here != current
@@ -452,10 +452,5 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamS
 def _differs(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamSlot) -> bool:
     """Whether this rank's shard has other values."""
     with runtime.executor.resident(unit.index) as flat:
-        parts = _parts_of(runtime, unit, slot)
+        parts = runtime.partition.parts(unit, of=slot)
         return any(not torch.equal(values[part.param].to(flat.dtype), flat[part.shard]) for part in parts)
-
-
-def _parts_of(runtime: Runtime, unit: Unit, slot: ParamSlot) -> list[SlotPart]:
-    """Return the parts of a parameter in this rank's shard."""
-    return [part for part in runtime.partition.parts(unit) if part.slot is slot]

@@ -14,7 +14,8 @@ from torch import nn
 from infinity.errors import ConfigError, InfinityError
 from infinity.tiers import StoredTensor
 from infinity.zero.adapters import lora_rule, lora_values, name_before_wrapping
-from infinity.zero.construction import InitFunction, made_in_files, own_rule
+from infinity.zero.construction import made_in_files
+from infinity.zero.meta import InitFunction, own_rule
 from infinity.zero.model_parts import has_numbers, local_part, set_local_part
 from infinity.zero.partition import Unit
 from infinity.zero.ranks import Ranks

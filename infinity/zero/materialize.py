@@ -1,6 +1,6 @@
 """Bring a model's values into the tiers, one unit at a time.
 
-A model that was built in memory gives its values up as they are moved. Of one on the meta device (see construction.py)
+A model that was built in memory gives its values up as they are moved. Of one on the meta device (see meta.py)
 each unit's values are read from where they are stored, or its modules are initialised, so that the whole model never
 exists outside of the tiers. Of several ranks, the first one's values count, which it sends to the others; but what all
 of them have in the same files each reads for itself, and only its shards.
@@ -163,7 +163,5 @@ def stored_values(runtime: Runtime, unit: Unit) -> dict[str, torch.Tensor]:
             master = read_master(layout, flat[start:stop], fields)
             for part in partition.parts(unit, start, stop):
                 values[part.slot.name][part.param] = master[part.start - start : part.stop - start]
-    runtime.params.discard(
-        runtime.params.units[unit.index]
-    )  # nobody asks for these again: they go without being written
+    runtime.params.discard(runtime.params.units[unit.index])  # these values are not read again, so not written either
     return values

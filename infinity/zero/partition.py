@@ -90,12 +90,14 @@ class Unit:
     persistent: bool
     runs: tuple[FileRun, ...] = ()
 
-    def parts(self, sharding: Sharding, start: int = 0, stop: int | None = None) -> Iterator[SlotPart]:
-        """Yield the parts of parameters in elements `[start, stop)` of a shard."""
+    def parts(
+        self, sharding: Sharding, start: int = 0, stop: int | None = None, *, of: ParamSlot | None = None
+    ) -> Iterator[SlotPart]:
+        """Yield the parts of parameters in elements `[start, stop)` of a shard; with `of`, only that parameter's."""
         for own in sharding.pieces(self.trainable_numel, self.numel):
             low = max(start, own.shard)
             high = own.shard + own.numel if stop is None else min(stop, own.shard + own.numel)
-            for slot in self.slots:
+            for slot in self.slots if of is None else (of,):
                 part = overlap(own, slot.offset, slot.offset + slot.numel)
                 if part is None:
                     continue
@@ -163,10 +165,16 @@ class Partition:
         return frozenset(unit for unit, count in users.items() if count > 1)
 
     def parts(
-        self, unit: Unit, start: int = 0, stop: int | None = None, *, rank: int | None = None
+        self,
+        unit: Unit,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        of: ParamSlot | None = None,
+        rank: int | None = None,
     ) -> Iterator[SlotPart]:
         """See `Unit.parts`; by default of this rank's shard."""
-        return unit.parts(self.sharding if rank is None else Sharding(rank, self.sharding.count), start, stop)
+        return unit.parts(self.sharding if rank is None else Sharding(rank, self.sharding.count), start, stop, of=of)
 
 
 def make_partition(

@@ -353,9 +353,8 @@ class Reduction:
         if mine is not None:
             total.copy_(mine)
         if partial is not None:
-            for part in each.unit.parts(self._journey.sharding):
-                if part.slot is place:
-                    total[part.param] += partial.values[part.shard]
+            for part in each.unit.parts(self._journey.sharding, of=place):
+                total[part.param] += partial.values[part.shard]
         self.groups.all.all_reduce(total, each.unit.name).wait()
         return total.float()
 

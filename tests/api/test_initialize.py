@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.zero.construction import construct_on_meta
 from infinity.zero.executor import Executor
 from infinity.zero.gathered import claim
+from infinity.zero.meta import construct_on_meta
 from infinity.zero.partition import ParamSlot, Unit
 from tests.behaviour.disks import FailingDisk, swap_on
 from tests.behaviour.ranks import run_ranks

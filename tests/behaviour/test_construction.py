@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
 import infinity
-from infinity.zero.construction import construct_on_meta
+from infinity.zero.meta import construct_on_meta
 from tests.behaviour.reference import Placement, Recipe
 
 CONFIGS: dict[str, PretrainedConfig] = {

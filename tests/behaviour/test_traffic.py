@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.zero.construction import construct_on_meta
+from infinity.zero.meta import construct_on_meta
 from tests.behaviour.reference import Placement, Recipe
 
 LAYERS, HIDDEN, VOCAB = 24, 256, 256
@@ -110,7 +110,7 @@ _BUDGETED = """
 import json, sys, resource, torch, infinity
 from pathlib import Path
 from transformers import GPT2Config, GPT2LMHeadModel
-from infinity.zero.construction import construct_on_meta
+from infinity.zero.meta import construct_on_meta
 
 torch.manual_seed(0)
 with construct_on_meta():

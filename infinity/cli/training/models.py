@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 from infinity.checkpoint import PretrainedWeights
 from infinity.errors import ConfigError
 from infinity.integrations.pretrained import pretrained_model, pretrained_shape
-from infinity.zero.construction import construct_on_meta
+from infinity.zero.meta import construct_on_meta
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # and the tokenizer

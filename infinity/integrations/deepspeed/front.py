@@ -20,9 +20,9 @@ from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.setup import ConfigSource
 from infinity.setup import initialize as set_up
 from infinity.tiers import Link
-from infinity.zero.construction import InitFunction
 from infinity.zero.ending import leave_at_exit
 from infinity.zero.initial_values import WeightSource
+from infinity.zero.meta import InitFunction
 from infinity.zero.ranks import join_ranks
 
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]

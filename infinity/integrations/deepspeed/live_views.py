@@ -120,7 +120,7 @@ def part_numel(param: nn.Parameter, partition: Partition) -> int:
     if found is None:
         return param.numel()
     place = found[1]
-    return sum(part.stop - part.start for part in partition.parts(place.unit) if part.slot is place.slot)
+    return sum(part.stop - part.start for part in partition.parts(place.unit, of=place.slot))
 
 
 def part_of_values(param: nn.Parameter, numel: int) -> LiveView:

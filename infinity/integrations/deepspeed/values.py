@@ -34,15 +34,14 @@ class _Found:
         runtime, unit = self.runtime, self.place.unit
         count = runtime.partition.sharding.count
         for rank in range(count) if count > 1 else ():
-            for part in runtime.partition.parts(unit, rank=rank):
-                if part.slot is self.place.slot:
-                    runtime.groups.sharing.broadcast(mine[part.param], rank)
+            for part in runtime.partition.parts(unit, of=self.place.slot, rank=rank):
+                runtime.groups.sharing.broadcast(mine[part.param], rank)
         return mine.view(self.place.slot.shape).to(runtime.params.units[unit.index].tensor.device)
 
     def local(self, mine: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor; all of it where states are not divided."""
         unit = self.place.unit
-        parts = [part for part in self.runtime.partition.parts(unit) if part.slot is self.place.slot]
+        parts = self.runtime.partition.parts(unit, of=self.place.slot)
         device = self.runtime.params.units[unit.index].tensor.device
         return torch.cat([mine[part.param] for part in parts] or [mine[:0]]).to(device)
 
@@ -50,13 +49,12 @@ class _Found:
         """The inverse of `local`; of several ranks that have the same part, the first one's counts."""
         mine = torch.zeros(self.place.slot.numel, dtype=torch.float32)
         start = 0
-        for part in self.runtime.partition.parts(self.place.unit):
-            if part.slot is self.place.slot:
-                stop = start + part.stop - part.start
-                mine[part.param] = value.reshape(-1)[start:stop].float().cpu()
-                if self.runtime.sizing.rules.params.gathers:
-                    self.runtime.groups.replicas.broadcast(mine[part.param])
-                start = stop
+        for part in self.runtime.partition.parts(self.place.unit, of=self.place.slot):
+            stop = start + part.stop - part.start
+            mine[part.param] = value.reshape(-1)[start:stop].float().cpu()
+            if self.runtime.sizing.rules.params.gathers:
+                self.runtime.groups.replicas.broadcast(mine[part.param])
+            start = stop
         if start != value.numel():
             raise ConfigError(f"`{self.place.slot.name}`: this rank's part has {start} elements, not {value.numel()}")
         return mine
@@ -90,9 +88,8 @@ def _parts(found: _Found, *, writable: bool) -> Iterator[tuple[SlotPart, dict[st
     """This rank's parts of a trained parameter, and their optimizer states."""
     runtime, unit = found.runtime, found.place.unit
     for tile, fields in runtime.pipeline.tiles(unit.index, writable=writable):
-        for part in runtime.partition.parts(unit, tile.start, tile.start + tile.numel):
-            if part.slot is found.place.slot:
-                yield part, runtime.layout.narrow(fields, part.start - tile.start, part.stop - tile.start)
+        for part in runtime.partition.parts(unit, tile.start, tile.start + tile.numel, of=found.place.slot):
+            yield part, runtime.layout.narrow(fields, part.start - tile.start, part.stop - tile.start)
 
 
 # Masters #
@@ -112,9 +109,8 @@ def _float32(found: _Found) -> torch.Tensor:
             for part, states in _parts(found, writable=False):
                 mine[part.param] = read_master(runtime.layout, flat[part.shard], states)
         else:
-            for part in runtime.partition.parts(place.unit):
-                if part.slot is place.slot:
-                    mine[part.param] = flat[part.shard].float()
+            for part in runtime.partition.parts(place.unit, of=place.slot):
+                mine[part.param] = flat[part.shard].float()
     return mine
 
 
@@ -129,7 +125,7 @@ def local_values(param: nn.Parameter) -> torch.Tensor | None:
     found = _find(param, "param.ds_tensor", stores=False)
     if found is None:
         return None
-    parts = [part for part in found.runtime.partition.parts(found.place.unit) if part.slot is found.place.slot]
+    parts = found.runtime.partition.parts(found.place.unit, of=found.place.slot)
     with found.runtime.executor.resident(found.place.unit.index) as flat:
         return torch.cat([flat[part.shard] for part in parts] or [flat[:0]]).clone()
 
@@ -145,9 +141,8 @@ def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.T
             for part, states in _parts(found, writable=True):
                 write_master(runtime.layout, values[part.param], flat[part.shard], states)
         else:
-            for part in runtime.partition.parts(place.unit):
-                if part.slot is place.slot:
-                    flat[part.shard].copy_(values[part.param])
+            for part in runtime.partition.parts(place.unit, of=place.slot):
+                flat[part.shard].copy_(values[part.param])
     runtime.settle()
 
 
@@ -274,9 +269,8 @@ def _gradient(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | Non
         return None
     found, buffer = held
     mine = torch.zeros(found.place.slot.numel, dtype=torch.float32)
-    for part in found.runtime.partition.parts(found.place.unit):
-        if part.slot is found.place.slot:
-            mine[part.param] = buffer[part.shard].float() / found.engine.optimizer.loss_scaler.value
+    for part in found.runtime.partition.parts(found.place.unit, of=found.place.slot):
+        mine[part.param] = buffer[part.shard].float() / found.engine.optimizer.loss_scaler.value
     return give(found, mine)
 
 
@@ -288,9 +282,8 @@ def _set_gradient(param: nn.Parameter, what: str, take: Callable[[_Found], torch
         return
     found, buffer = held
     values = take(found)
-    for part in found.runtime.partition.parts(found.place.unit):
-        if part.slot is found.place.slot:
-            buffer[part.shard] = (values[part.param] * found.engine.optimizer.loss_scaler.value).to(buffer.dtype)
+    for part in found.runtime.partition.parts(found.place.unit, of=found.place.slot):
+        buffer[part.shard] = (values[part.param] * found.engine.optimizer.loss_scaler.value).to(buffer.dtype)
     found.engine.gradients_changed(found.place.unit.index)
 
 

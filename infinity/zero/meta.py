@@ -1,0 +1,58 @@
+"""Build a model on the meta device, and initialise its modules later, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from infinity.errors import ConfigError
+
+InitFunction = Callable[[nn.Module], None]
+
+
+@contextmanager
+def construct_on_meta() -> Iterator[None]:
+    """Put every parameter that is created inside the context on the meta device; buffers stay real.
+
+    Its module takes a parameter before its initialisation writes to it, so its memory is reserved but never touched.
+    (`torch.device("meta")` would take the buffers too, and with them values such as rotary frequencies that nothing
+    computes again.)
+    """
+
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta:
+            return None
+        return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    with register_module_parameter_registration_hook(to_meta):  # type: ignore[arg-type]
+        yield
+
+
+def own_rule(model: nn.Module) -> InitFunction:
+    """What initialises one module of `model`, given memory for its parameters.
+
+    A transformers model initialises by its own rule for the architecture; any other module by its
+    `reset_parameters`, as torch's layers do.
+    """
+    by_architecture: Any = getattr(model, "_init_weights", None)
+
+    def initialise(module: nn.Module) -> None:
+        with torch.no_grad():
+            if by_architecture is not None:
+                by_architecture(module)
+                return
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+            elif any(True for _ in module.parameters(recurse=False)):
+                raise ConfigError(
+                    f"{type(module).__name__} holds parameters on the meta device and has no reset_parameters(); "
+                    "give it one, pass init_function to initialize, or build the model in memory"
+                )
+
+    return initialise
