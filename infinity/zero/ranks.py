@@ -368,20 +368,18 @@ class Ranks:
     @contextmanager
     def talking(self, what: str) -> Iterator[None]:
         """Name the failed exchange, and the missing rank, in errors."""
-        watch = nullcontext() if self.meeting is None else self.meeting.watch.waiting(what)
-        try:
-            with watch:
+        meeting = self.meeting
+        # The wait lasts until the cause is found: when it is over, the watch forgets who is missing.
+        with nullcontext() if meeting is None else meeting.watch.waiting(what):
+            try:
                 yield
-        except RuntimeError as error:
-            here = self.called or f"{self.rank} of {self.size}"
-            cause = "its own message is the one to look at"
-            if self.meeting is not None:
-                missing = self.meeting.watch.missing
-                cause = _soon(self.meeting.lonely) or missing() or cause
-            raise RankError(
-                f"rank {here}: {what} failed, because another rank has died or does not answer; "
-                f"{cause}. ({str(error).splitlines()[0]})"
-            ) from error
+            except RuntimeError as error:
+                here = self.called or f"{self.rank} of {self.size}"
+                cause = None if meeting is None else _soon(meeting.lonely) or meeting.watch.missing()
+                raise RankError(
+                    f"rank {here}: {what} failed, because another rank has died or does not answer; "
+                    f"{cause or 'its own message is the one to look at'}. ({str(error).splitlines()[0]})"
+                ) from error
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | None]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from infinity.errors import RankError
 from infinity.zero import meeting
 from infinity.zero.meeting import Meeting, this_process
+from infinity.zero.ranks import Ranks
 from infinity.zero.watch import Watch
 from tests.prepared import Child
 
@@ -55,6 +56,21 @@ def test_a_long_wait_names_who_is_not_there_and_where_it_was(quick, caplog) -> N
     finally:
         for watch in (first, second, third):
             watch.close()
+
+
+def test_an_error_names_who_is_missing_however_long_the_cause_is_looked_for(quick) -> None:
+    waiting = meeting_of_two(dist.HashStore(), 0)
+    waiting.watch = watch = Watch(dist.HashStore(), 0, 2)
+    waiting.lonely = lambda: time.sleep(0.2)  # ten looks of the watch
+    try:
+        with (
+            pytest.raises(RankError, match="failed, .*; rank 1 has waited for no other rank yet"),
+            Ranks(size=2, meeting=waiting).talking("the all-gather of unit `a`"),
+        ):
+            until(watch.missing)
+            raise RuntimeError("timed out")
+    finally:
+        watch.close()
 
 
 def meeting_of_two(store: dist.Store, rank: int) -> Meeting:
