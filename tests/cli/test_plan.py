@@ -10,6 +10,7 @@ import infinity
 from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.planner import plan_training
+from tests.action_logs.worlds import world_of
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
 
 
@@ -25,18 +26,17 @@ def test_bytes_are_those_of_a_step(clipping, params, optimizer, host_memory, tmp
         with pytest.raises(infinity.CapacityError):
             infinity.initialize(model=tiny_llama(), config=values)
         return
-    with infinity.initialize(model=tiny_llama(), config=values)[0] as engine:
-        read, written = [], []
-        for ids in batches(20):
+    # On a busy machine a unit may be evicted that could have stayed, as the one that should leave is not written yet.
+    with world_of("prompt"), infinity.initialize(model=tiny_llama(), config=values)[0] as engine:
+        moved = []
+        for ids in batches(5):
             engine.backward(loss_of(engine, ids))
             engine.step()
-            engine.synchronize()  # or on a busy machine what still leaves takes the place of what could stay
-            read.append(engine.stats().tier_bytes.get("nvme_read", 0))
-            written.append(engine.stats().tier_bytes.get("nvme_write", 0))
-        assert engine.stats().peak_bytes["nvme"] == plan.nvme_bytes
-    # What is written when belongs to one step or to the next: only the sum over many is sure.
-    assert sum(read[4:]) / 16 == pytest.approx(plan.read_bytes, rel=0.15, abs=4096)
-    assert sum(written[4:]) / 16 == pytest.approx(plan.write_bytes, rel=0.15, abs=4096)
+            engine.synchronize()
+            stats = engine.stats()
+            moved.append([stats.tier_bytes.get(f"nvme_{kind}", 0) for kind in ("read", "write")])
+        assert stats.peak_bytes["nvme"] == plan.nvme_bytes
+    assert moved[1:] == [[plan.read_bytes, plan.write_bytes]] * 4
 
 
 @pytest.mark.parametrize(
