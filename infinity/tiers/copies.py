@@ -294,10 +294,11 @@ class Field:
         copy.state = _WRITING
         return waits
 
-    def end_write(self, memory: Memory, *, in_order: bool = False) -> None:
+    def end_write(self, memory: Memory, *, changed: bool = True, in_order: bool = False) -> None:
         """End the change: this copy is the newest, and the others are old.
 
         Args:
+            changed: if False, nothing was written, and the version stays.
             in_order: the change runs in stream order behind the move that fills the copy. If False, the writer waited.
 
         Raises:
@@ -313,7 +314,7 @@ class Field:
         for move in fills:
             self._over(move, _VALID)
         # In one line, and before the state: after an interrupt `end_write` is repeated, and every version has a copy.
-        self.version = copy.version = self.version + 1
+        self.version = copy.version = self.version + int(changed)
         self._go(copy, _WRITING, _VALID)
 
     def outdate(self) -> None:

@@ -292,12 +292,18 @@ class Params:
             each.since = self._device.link.mark()
         return self.begin_change(each)
 
-    def end_change(self, each: UnitParams) -> None:
-        """End the change, if one was begun, and upload the values if the unit has a copy on the device."""
+    def end_change(self, each: UnitParams, *, changed: bool = True) -> None:
+        """End the change, if one was begun, and upload the values if the unit has a copy on the device.
+
+        Args:
+            changed: if False, nothing was written, and nothing needs to be uploaded.
+        """
         if each.field.state(each.site) is not State.WRITING:
             return
         with self.handing_over:
-            each.field.end_write(each.site)
+            each.field.end_write(each.site, changed=changed)
+            if not changed:
+                return
             if each.home is Memory.SHARD:
                 self._send_home(each)
             elif each.site is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
@@ -346,9 +352,9 @@ class Params:
         if each.home is Memory.SHARD:
             self._follow(each)
 
-    def close_host(self, each: UnitParams) -> None:
-        """End `open_host`: the values may leave host memory."""
-        self.end_change(each)
+    def close_host(self, each: UnitParams, *, changed: bool = True) -> None:
+        """End `open_host`: the values may leave host memory. See `end_change`."""
+        self.end_change(each, changed=changed)
         if each.site is Memory.HOST:
             each.field.unpin(Memory.HOST)
             self._leave_host(each)

@@ -493,7 +493,7 @@ class InFlight:
             else:
                 self._grads.returned(unit)
                 self.some_rest = True
-            self._params.close_host(each.params)
+            self._params.close_host(each.params, changed=submitted.ticket.chosen)  # a withdrawn update changes nothing
             if submitted.write is not None:
                 each.params.field.finish_move(submitted.write)
             submitted.ticket.result()  # raises if the update failed

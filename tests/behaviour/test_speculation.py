@@ -290,15 +290,20 @@ def test_an_update_of_a_unit_needed_later_is_withdrawn(
     accumulation, clipping, eager, slow, seen, withdrawn, tmp_path
 ) -> None:
     """The undo log has room for a block or two: those that backward reaches last, as forward needs them first."""
-    with engine_of(tmp_path, "deferred", params="none", offload="cpu", accumulation=accumulation) as engine:
-        train(engine, steps=1)
-        most = engine.stats().peak_bytes["host"]
-    budget = most + largest_block("gpt2") * 14  # states and parameters, rounded up
+    budget = room_for_a_block(tmp_path, accumulation)
     changes = {"clipping": clipping, "params": "none", "offload": "cpu", "accumulation": accumulation}
     same_bits(tmp_path, host_memory=budget, **changes)
     assert withdrawn
     assert 0 not in withdrawn  # the embedding, which is needed first
     assert set(seen) == {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}}[clipping]
+
+
+def room_for_a_block(path: Path, accumulation: int = 1) -> int:
+    """Return a budget with an undo log for a block or two."""
+    with engine_of(path, "deferred", params="none", offload="cpu", accumulation=accumulation) as engine:
+        train(engine, steps=1)
+        most = engine.stats().peak_bytes["host"]
+    return most + largest_block("gpt2") * 14  # states and parameters, rounded up
 
 
 def largest_block(architecture: str) -> int:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from infinity.tiers import Params
+from infinity.tiers.unit_params import UnitParams
 from tests.behaviour.test_speculation import (  # noqa: F401
     eager,
+    engine_of,
     fetched,
     gradients,
+    room_for_a_block,
     seen,
     slow,
     test_a_unit_with_a_speculative_update_may_be_evicted,
@@ -19,6 +25,7 @@ from tests.behaviour.test_speculation import (  # noqa: F401
     test_parameters_that_stay_in_memory_are_not_written,
     test_what_comes_between_backward_and_step,
     test_with_an_undo_log_for_some_units,
+    train,
     withdrawn,
 )
 from tests.device import target
@@ -30,3 +37,23 @@ def _slow_link() -> Iterator[None]:
     """Copies take so long that a missing wait reads old values."""
     with target.configured(**SPEEDS["slow_link"]):
         yield
+
+
+def test_a_withdrawn_update_uploads_nothing(eager, slow, withdrawn, monkeypatch, tmp_path) -> None:  # noqa: F811
+    uploads: Counter[str] = Counter()
+    schedule = ""
+    send_up = Params._send_up
+
+    def counted(self: Params, each: UnitParams) -> None:
+        uploads[schedule] += 1
+        send_up(self, each)
+
+    monkeypatch.setattr(Params, "_send_up", counted)
+    budget = room_for_a_block(tmp_path)
+    for schedule in ("deferred", "speculative"):
+        options: dict[str, Any] = {"params": "none", "offload": "cpu", "host_memory": budget, "fill_device": False}
+        with engine_of(tmp_path, schedule, **options) as engine:
+            train(engine)
+            engine.synchronize()
+    assert withdrawn
+    assert uploads["deferred"] == uploads["speculative"]
