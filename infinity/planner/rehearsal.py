@@ -18,7 +18,7 @@ from functools import partial
 from infinity.memory import Budget
 from infinity.planner.lanes import Machine, Process, Speeds, Task, Until
 from infinity.planner.rehearsed_worker import OPTIMIZER, READ, WRITE, Ticket, Worker
-from infinity.planner.step_work import StepWork, TileWork, UnitWork
+from infinity.planner.step_work import StepWork, TileWork, UnitWork, aside
 from infinity.schedule import Cycle, raise_memory
 from infinity.schedule.actions import (
     Action,
@@ -127,6 +127,7 @@ class _Unit(UnitState):
         due: tiles of the update that is due; None if none is.
         ticket: the update in the worker's queue.
         ahead: number of tiles updated speculatively, until the norm is known.
+        kept_bytes: of the undo log that they take.
     """
 
     is_reconstructable = False  # whether an update is written is decided beforehand
@@ -148,6 +149,7 @@ class _Unit(UnitState):
         self.due: deque[tuple[int, TileWork]] | None = None
         self.ticket: Ticket | None = None
         self.ahead = 0
+        self.kept_bytes = 0
         self._memory = memory
         self._others = others
 
@@ -209,6 +211,7 @@ class Stage:
         self._submitted: dict[_Unit, None] = {}
         self._finals: list[int] = []
         self._some_rest = False  # speculative updates have given gradients back
+        self._undo_free_bytes = work.undo_bytes
         self.scheduler = self._scheduled()
         # measurements
         self._phases_s: defaultdict[str, float] = defaultdict(float)
@@ -286,7 +289,7 @@ class Stage:
 
     def _backward(self, *, last: bool) -> Process:
         self.worker.queue.prefer(begun=True)
-        if last and (self._work.runs_in_backward or any(row.work.ahead for row in self._rows)):
+        if last and (self._work.runs_in_backward or any(map(self._may_run_ahead, self._work.units))):
             self.worker.queue.expect(list(dict.fromkeys(self._finals)))
             self._finals = []
         left = Counter(self._forward_uses)
@@ -393,9 +396,9 @@ class Stage:
                 self._due.pop(row, None)
                 self._hand_over(row, tiles, needed)
             case SubmitAhead(needed=needed):
-                if row.work.ahead:
-                    row.ahead = row.work.ahead
-                    self._hand_over(row, deque(list(enumerate(row.work.tiles))[: row.ahead]), needed)
+                row.ahead = self._keep_old(row, needed)
+                if row.ahead:
+                    self._hand_over(row, deque(enumerate(map(aside, row.work.tiles[: row.ahead]))), needed)
             case AwaitUpdate():
                 yield from self._await_update(row)
             case Spill():
@@ -495,7 +498,7 @@ class Stage:
         if last and self._work.runs_in_backward:
             self._finals.append(row.index)
             yield from self._update(row, deque(enumerate(work.tiles)))
-        elif last and work.ahead:
+        elif last and self._may_run_ahead(work):
             yield from self._do(UpdateForeseen(row.index))
             if row.ahead:
                 self._finals.append(row.index)
@@ -529,6 +532,39 @@ class Stage:
         row.ticket = Ticket(row.index, tiles, ready, needed)
         self._submitted[row] = None
         self.worker.queue.submit(row.ticket)
+
+    def _may_run_ahead(self, work: UnitWork) -> bool:
+        """Whether the undo log is large enough for the unit, or not needed for it."""
+        return self._work.speculates and (work.slotted > 0 or work.undo_bytes <= self._work.undo_bytes)
+
+    def _keep_old(self, row: _Unit, needed: int) -> int:
+        """Take room in the undo log, as the engine does (`InFlight.can_run_ahead`). Return how many of the unit's tiles
+        can be updated speculatively."""
+        nbytes = row.work.undo_bytes
+        later = [each for each in self._submitted if each.kept_bytes and each.ticket and each.ticket.needed > needed]
+        later = [each for each in later if each.ticket and not each.ticket.chosen]
+        if nbytes > self._undo_free_bytes + sum(each.kept_bytes for each in later):
+            return row.work.slotted
+        later.sort(key=lambda each: each.ticket.needed if each.ticket else 0)
+        while nbytes > self._undo_free_bytes:
+            self._withdraw(later.pop())
+        row.kept_bytes = nbytes
+        self._undo_free_bytes -= nbytes
+        return len(row.work.tiles)
+
+    def _withdraw(self, row: _Unit) -> None:
+        """Cancel a speculative update that the worker has not begun."""
+        ticket = row.ticket
+        assert ticket is not None
+        self.worker.queue.remove(ticket)
+        row.coming = ticket.ready
+        self._forget_old(row)
+        row.ahead, row.ticket = 0, None
+        del self._submitted[row]
+
+    def _forget_old(self, row: _Unit) -> None:
+        self._undo_free_bytes += row.kept_bytes
+        row.kept_bytes = 0
 
     def _note_done(self) -> None:
         for row in [row for row in self._submitted if row.ticket and row.ticket.done]:
@@ -572,9 +608,12 @@ class Stage:
         self.worker.queue.expect([row.index for row in rows if not row.ahead])
         for row in rows:
             left = deque(list(enumerate(row.work.tiles))[row.ahead :])
+            self._forget_old(row)
             if left:
                 yield from self._update(row, left)
                 continue
             row.ahead = 0
             if row.ticket is None:
                 self._grads_used(row)
+            else:  # tiles that it has not reached are updated in place
+                row.ticket.tiles = deque((index, row.work.tiles[index]) for index, _ in row.ticket.tiles)

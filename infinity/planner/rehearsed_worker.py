@@ -29,6 +29,7 @@ class Ticket:
     ready: list[Task]
     needed: int
     awaited: bool = False
+    chosen: bool = False
     begun: bool = False
     computed: bool = False
     writes: list[Task] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Worker:
             self._read_ahead()
             ticket = self.queue.next(self._distance)
             if ticket is not None:
+                ticket.chosen = True
                 yield from self._advance(ticket)
 
     def _has_work(self) -> bool:

@@ -59,7 +59,8 @@ class UnitWork:
         reduce_s, down_s: to reduce a pass's gradients over the ranks, and to bring them from the device.
         publish_s, regather_s: to upload updated parameters that stay on the device, or to gather them on all ranks.
         tiles: of its optimizer states.
-        ahead: number of tiles that can be updated speculatively.
+        undo_bytes: of the undo log, which a speculative update of all tiles takes.
+        slotted: number of tiles that a speculative update can have without room in the undo log.
         recovers: its gradients need no memory after that.
     """
 
@@ -76,7 +77,8 @@ class UnitWork:
     publish_s: float = 0.0
     regather_s: float = 0.0
     tiles: tuple[TileWork, ...] = ()
-    ahead: int = 0
+    undo_bytes: int = 0
+    slotted: int = 0
     recovers: bool = False
 
 
@@ -106,6 +108,8 @@ class StepWork:
         uses: in the order of a forward pass; backward is the reverse.
         plan: of the units that are fetched and evicted.
         params_bytes, grads_bytes: memory for these units, and for gradients that wait.
+        undo_bytes: size of the undo log.
+        speculates: updates run ahead of the norm.
         slots: of the ring of tiles.
         spill_slots: how many units that may spill have gradients in memory at once.
         passes: forward and backward passes.
@@ -121,6 +125,8 @@ class StepWork:
     grads_bytes: int
     slots: int
     spill_slots: int = 0
+    undo_bytes: int = 0
+    speculates: bool = False
     passes: int = 1
     runs_in_backward: bool = True
     settles: bool = False
@@ -140,8 +146,9 @@ def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> S
     units = []
     for unit in range(len(plan.units)):
         fewer = _fewer([seconds.tile(unit, numel, home) for numel, home in tiles[unit]], together)
-        ahead = _ahead(plan, unit, fewer) if schedule is UpdateSchedule.SPECULATIVE else 0
-        units.append(seconds.unit(unit, fewer, spills=unit in spilled, ahead=ahead))
+        undo_bytes, slotted = _old_values(plan, unit, fewer, tiles[unit])
+        work_of_unit = seconds.unit(unit, fewer, spills=unit in spilled, all_slotted=slotted == len(fewer))
+        units.append(replace(work_of_unit, undo_bytes=undo_bytes, slotted=slotted))
     return StepWork(
         units=tuple(units),
         uses=tuple(_uses(plan, config, work, rates, micro // passes)),
@@ -150,6 +157,8 @@ def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> S
         grads_bytes=plan.split.grads_bytes,
         slots=max(min(slots, _LEAST_SLOTS), slots // together) if together else 0,
         spill_slots=plan.placement.grad_homes.slots,
+        undo_bytes=plan.split.images_bytes,
+        speculates=schedule is UpdateSchedule.SPECULATIVE,
         passes=passes,
         runs_in_backward=schedule is UpdateSchedule.BACKWARD,
         settles=schedule is UpdateSchedule.BARRIER or sizing.rules.settles,
@@ -193,22 +202,27 @@ def _as_one(tiles: Sequence[TileWork]) -> TileWork:
     )
 
 
-def _aside(tile: TileWork) -> TileWork:
+def aside(tile: TileWork) -> TileWork:
     """Return the tile with the cost of a speculative update: one in memory also fills the undo log."""
     return tile if tile.is_stored else replace(tile, update_s=tile.update_s / _ASIDE_RATE)
 
 
-def _ahead(plan: TrainingPlan, unit: int, tiles: Sequence[TileWork]) -> int:
-    """Return how many of a unit's tiles can be updated speculatively: double-buffered ones, and those with room in the
-    undo log."""
-    sizing, needs, split = plan.sizing, plan.needs, plan.split
+def _old_values(
+    plan: TrainingPlan, unit: int, fewer: Sequence[TileWork], tiles: Sequence[tuple[int, Memory]]
+) -> tuple[int, int]:
+    """Return `undo_bytes` and `slotted` of a unit. Tiles in memory need room in the undo log; so do the parameters,
+    unless they have slots or the states on NVMe can reconstruct them."""
+    sizing = plan.sizing
     if sizing.keeps_steps:
-        return len(tiles)
-    has_slots = plan.placement.params[unit] is Memory.NVME
-    slotted = sizing.has_slots and (has_slots or sizing.rules.grads.recovers)
-    stored = sum(tile.is_stored for tile in tiles) if slotted else 0
-    share = split.images_bytes / needs.images_bytes if needs.images_bytes else 0.0
-    return min(len(tiles), stored + round(share * len(tiles)))
+        return 0, len(fewer)
+    logged = [numel for numel, home in tiles if home is Memory.HOST or not sizing.has_slots]
+    slotted = sum(tile.is_stored for tile in fewer) if sizing.has_slots else 0
+    undo_bytes = sum(map(sizing.layout.tile_bytes, logged))
+    reconstructs = not logged and sizing.rules.grads.recovers
+    if not reconstructs and not (sizing.has_slots and plan.placement.params[unit] is Memory.NVME):
+        undo_bytes += sum(numel for numel, _ in tiles) * sizing.specs[unit].dtype.itemsize
+        slotted = 0  # all tiles or none
+    return undo_bytes, slotted
 
 
 # Units #
@@ -235,7 +249,7 @@ class _Seconds:
         self._whole = max(1, sum(spec.nbytes for spec in plan.sizing.specs if not spec.offloaded))
         self._reduced = (traffic.reduced + traffic.averaged) / passes
 
-    def unit(self, unit: int, tiles: tuple[TileWork, ...], *, spills: bool, ahead: int) -> UnitWork:
+    def unit(self, unit: int, tiles: tuple[TileWork, ...], *, spills: bool, all_slotted: bool) -> UnitWork:
         plan, rates, traffic, sizing = self._plan, self._rates, self._plan.traffic, self._plan.sizing
         spec, grads = sizing.specs[unit], sizing.shards.grad_sizes[unit]
         moves, shard = spec.offloaded, spec.shard_nbytes
@@ -257,9 +271,8 @@ class _Seconds:
             regather_s=0.0
             if moves
             else _over(traffic.regathered * spec.nbytes / self._whole, rates.gather_bytes_per_s),
-            tiles=(*map(_aside, tiles[:ahead]), *tiles[ahead:]),
-            ahead=ahead,
-            recovers=sizing.rules.grads.recovers and spills and ahead == len(tiles),
+            tiles=tiles,
+            recovers=sizing.rules.grads.recovers and spills and all_slotted,
         )
 
     def tile(self, unit: int, numel: int, home: Memory) -> TileWork:

@@ -155,6 +155,6 @@ def test_the_next_unit_is_gathered_under_the_one_in_use() -> None:
 def test_speculative_updates_leave_less_work_after_the_norm() -> None:
     unit = UnitWork(grad_bytes=1, tiles=(TileWork(1.0),) * 2)
     deferred = step(unit, forward_s=0.1, runs_in_backward=False)
-    ahead = replace(deferred, units=(replace(unit, ahead=2),) * UNITS)
-    half = replace(deferred, units=(replace(unit, ahead=1),) * UNITS)
-    assert seconds(ahead) < seconds(half) < seconds(deferred)
+    ahead = replace(deferred, units=(replace(unit, undo_bytes=1),) * UNITS, undo_bytes=UNITS, speculates=True)
+    half = replace(ahead, undo_bytes=UNITS // 2)
+    assert seconds(ahead) < seconds(half) < seconds(replace(ahead, undo_bytes=0)) == seconds(deferred)
