@@ -15,9 +15,16 @@ than the regime's.
 
 The floor of a step is its busiest engine: compute, each direction of the link, the optimizer, the drive. Printed are
 the step, what each engine worked, the floor, the step over it, and how much of the step the device computes. Where
-gradients are clipped, updates that wait for the norm work beside the forward pass alone: the step over the least that
-such a schedule can take is printed, too, and is below 1 where updates that run ahead of the norm are faster than that.
-What these do more than updates in place is no part of the floor. Beside a step stands what the planner predicts of it.
+gradients are clipped, updates that wait for the norm work beside the forward pass alone. So the step over the least
+that its schedule can take is printed, too:
+
+    backward + max(forward, optimizer - ahead)
+
+`ahead` is what the optimizer can do before the norm: no more than the undo log has room for, and no more than it can
+compute during backward, at the rate of updates that fill the undo log; 0 where all updates wait. The room is printed,
+as a share of the updates: with `host_memory` left out it depends on the memory that this machine has free. What updates
+ahead do more than those in place is no part of the floor. Beside a step stands what the planner predicts of it, with
+the same budget.
 """
 
 from __future__ import annotations
@@ -53,6 +60,7 @@ from infinity.planner import Duplex, Machine, Rates, Work, plan_training, predic
 from infinity.planner.work import Pass, Product
 from infinity.zero.foresight import Foresight
 from infinity.zero.meta import construct_on_meta
+from infinity.zero.updates import UpdateSchedule
 from tests.device import simdev
 
 GPU_PARAMS = 8.0e9  # of the model whose step a regime tells
@@ -327,7 +335,7 @@ def train(
             engines |= {"optimizer": stats.optimizer_s, "drive": drive_bytes / drive_rate}
             rows.append({"step_s": wall_s, **engines, "stalls": stats.stall_s, "tier_bytes": moved})
         torch.accelerator.synchronize()
-        share = on_device(engine)
+        share, room, budget = on_device(engine), undo_room(engine), engine._runtime.host.capacity_bytes
     if trace is not None:
         simdev.write_trace(trace)
     rows = rows[2:]
@@ -340,14 +348,17 @@ def train(
     floor_s = least_s = in_place[floor]
     if regime.clip:
         forward_s = engines["compute"] * FORWARD_SHARE / regime.accumulation
-        least_s = max(least_s, engines["compute"] - forward_s + max(forward_s, in_place["optimizer"]))
+        backward_s = engines["compute"] / regime.accumulation - forward_s
+        ahead_s = 0.0 if regime.clips else min(room * in_place["optimizer"], ASIDE_SHARE * backward_s)
+        least_s = max(least_s, engines["compute"] - forward_s + max(forward_s, in_place["optimizer"] - ahead_s))
     return {
         "params": params,
         "stretched": slower,
         "states_on_device": share,
         "adam_rate": adam_rate,
         "step_s": step_s,
-        "predicted_s": predicted(regime, path, slower, compute_s, drive_rate),
+        "undo_room": room,
+        "predicted_s": predicted(regime, path, slower, compute_s, drive_rate, budget),
         "busy_s": engines,
         "floor": floor,
         "floor_s": floor_s,
@@ -366,17 +377,39 @@ def on_device(engine: infinity.Engine) -> float:
     return there / sum(unit.trainable_numel for unit in units)
 
 
-def predicted(regime: Regime, path: str, slower: float, compute_s: float, drive_rate: float) -> float:
+def undo_room(engine: infinity.Engine) -> float:
+    """The share of the updates in host memory that may run ahead of the norm at once: those whose old values are kept
+    on the drive, and those that the undo log has room for."""
+    runtime = engine._runtime
+    if runtime.sizing.schedule is not UpdateSchedule.SPECULATIVE:
+        return 0.0
+    logged, unlogged, needed_bytes = 0, 0, 0
+    for row in runtime.executor.units:
+        if not row.is_updated_on_device:
+            numel = runtime.partition.units[row.index].trainable_numel
+            logged += numel if row.undo_bytes else 0
+            unlogged += 0 if row.undo_bytes else numel
+            needed_bytes += row.undo_bytes
+    fits = min(1.0, runtime.pipeline.undoing.images.arena.capacity_bytes / max(1, needed_bytes))
+    return (unlogged + fits * logged) / max(1, unlogged + logged)
+
+
+def predicted(regime: Regime, path: str, slower: float, compute_s: float, drive_rate: float, host_bytes: int) -> float:
     """Seconds of a step as `infinity plan` would say it of such a machine.
 
     It takes updates that run ahead for confirmed. Where all are clipped none run ahead, which is `deferred`.
+
+    Args:
+        host_bytes: the engine's budget.
     """
     if regime.clips:
         regime = replace(regime, schedule="deferred")
     with construct_on_meta():
         model, params = made()
     device_bytes = device_level(torch.device("simdev")).total_bytes
-    config = load_config(config_of(regime, path, params))
+    told = config_of(regime, path, params)
+    told["tiering"]["host_memory"] = host_bytes
+    config = load_config(told)
     plan = plan_training(model, config, Machine(device_bytes=device_bytes))
     forward, backward = (Pass({Product("nt", 1): compute_s * share}) for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
     link = regime.link / slower
@@ -451,6 +484,7 @@ def main() -> None:
                 f"floor {row['floor_s']:7.3f} s ({row['floor']})  "
                 f"{row['over_floor']:.2f}  over its schedule {row['over_schedule']:.2f}  "
                 f"computes {row['device_computes']:4.0%}  has {row['states_on_device']:4.0%} of the states  "
+                f"room ahead {row['undo_room']:4.0%}  "
                 f"{row['bytes_a_param']}",
                 flush=True,
             )
