@@ -280,7 +280,7 @@ class Engine(Accessors):
         """Forward, backward and `step` of one whole training step.
 
         Under `tiering.accumulation: "layer"` all micro-batches go through a block before the next block is fetched, see
-        docs/tiers.md; the gradients are the same.
+        docs/tiers.md; the gradients are the same, up to the order of sums where blocks share weights or activations.
 
         Args:
             micro_batches: `gradient_accumulation_steps` of them are taken. A mapping is the model's keyword arguments,

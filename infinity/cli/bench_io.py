@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "bench-io",
         help="measure the disk through the I/O engine",
-        description="What is not given is as training has it: block size, queue depth, threads, backend, O_DIRECT.",
+        description="Without an option, block size, queue depth, threads, backend and O_DIRECT are those of training.",
     )
     what = parser.add_argument_group("what is measured")
     what.add_argument(
@@ -47,10 +47,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--max-write", type=size_argument, help="write no more bytes than this (default for --sweep 64GiB)"
     )
     how = parser.add_argument_group("how blocks are moved")
-    how.add_argument("--config", type=path_argument, help="as this configuration has it (JSON), on its paths")
+    how.add_argument("--config", type=path_argument, help="take settings and paths from this configuration (JSON)")
     how.add_argument("--block-size", type=size_argument, help="bytes of one system call (training's default 1MiB)")
     how.add_argument("--queue-depth", type=int, help="blocks in flight (training's default 32)")
-    how.add_argument("--threads", type=int, help="of the thread backend")
+    how.add_argument("--threads", type=int, help="number of threads of the backend `threads`")
     how.add_argument("--backend", help="auto, io_uring, threads or aiofiles")
     how.add_argument("--sqpoll", action="store_true", help="io_uring: a kernel thread takes the requests")
     how.add_argument("--iopoll", action="store_true", help="io_uring: poll the drive instead of interrupts")

@@ -17,7 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the command."""
     parser = subparsers.add_parser(
         "install-deepspeed-shim",
-        help="make `import deepspeed` infinity without `infinity run`",
+        help="let `import deepspeed` import infinity without `infinity run`",
         description="Writes one file into this Python environment, so that `python train.py --deepspeed ds.json` runs "
         "on infinity. --remove takes it away again.",
     )

@@ -23,8 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the command."""
     parser = subparsers.add_parser(
         "estimate",
-        help="bytes of a training on every tier, and whether they are there",
-        description="Exits with 2 where a tier is too small.",
+        help="show how much of each memory a training takes, and whether it fits",
+        description="Does not allocate the model. Exits with 2 if a tier is too small.",
     )
     add_arguments(parser)
     parser.add_argument("--largest", action="store_true", help="find the largest GPT that trains here, too")

@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         required=True,
         metavar="DIR",
-        help="directory on a drive, which is made if it is not there; repeat for several",
+        help="directory on a drive, created if it is missing; repeat for several",
     )
     parser.add_argument(
         "--output", type=path_argument, default=Path("infinity.json"), help="the file (default infinity.json)"

@@ -26,8 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the command."""
     parser = subparsers.add_parser(
         "plan",
-        help="show what a training will need and do, and how long a step takes, before it starts",
-        description="Exits with 2 where a tier is too small, and with 1 where a simulated fault breaks a promise.",
+        help="predict what a step moves and computes, and how long it takes",
+        description="Exits with 2 if a tier is too small, and with 1 if a simulated fault breaks a promise.",
     )
     add_arguments(parser)
     parser.add_argument(

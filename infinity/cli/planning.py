@@ -67,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--emulate",
         metavar="MACHINE",
-        help="a machine that is not here: H200, H100, A100, L40S, 4090, 3090 or a JSON file; with --profile the drives "
+        help="another machine: H200, H100, A100, L40S, 4090, 3090 or a JSON file; with --profile the drives "
         "and the optimizer are as measured there",
     )
-    machine.add_argument("--nodes", type=int, default=1, help="how many")
+    machine.add_argument("--nodes", type=int, default=1, help="number of machines")
     machine.add_argument("--ranks", type=int, default=1, help="processes on each, one a device")
-    machine.add_argument("--device-memory", type=size_argument, help="of one device, which has memory of its own")
+    machine.add_argument("--device-memory", type=size_argument, help="memory of one device")
     machine.add_argument("--machine-memory", type=size_argument, help="host memory of each")
-    machine.add_argument("--nvme-capacity", type=size_argument, help="of the drives of each")
+    machine.add_argument("--nvme-capacity", type=size_argument, help="space on the drives of each")
     rates = parser.add_argument_group("rates (without any, no time is predicted)")
     rates.add_argument("--profile", type=path_argument, help="what `infinity profile --output` wrote")
     rates.add_argument("--disk", type=size_argument, help="bytes a second that the drives of a machine move (2.5GB)")

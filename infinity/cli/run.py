@@ -45,13 +45,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         *("--address", "--master-addr", "--master_addr"),
         metavar="HOST[:PORT]",
-        help="of the first machine, for all to meet at",
+        help="the first machine, where all ranks meet",
     )
     parser.add_argument(
         *("--master-port", "--master_port"),
         type=int,
         metavar="PORT",
-        help="for all to meet at (default: a free one on one machine, 29500 on several)",
+        help="port where all ranks meet (default: a free one on one machine, 29500 on several)",
     )
     for option in _DEEPSPEEDS:
         parser.add_argument(option, dest=f"deepspeeds{option.replace('-', '_')}", help=argparse.SUPPRESS)
@@ -71,7 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module's name")
     script = "a Python file, an infinity command (train or profile), or `accelerate launch ...`"
     parser.add_argument("script", help=script)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
 
 

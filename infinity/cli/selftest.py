@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the command."""
     parser = subparsers.add_parser(
         "selftest",
-        help="see that training is right on this machine: same bits wherever states are",
+        help="check that training on this machine gives the same bits with states in every tier",
         description="Trains small models with their states in every tier, on the GPU if there is one; takes at most "
         "two minutes. Exits with 1 if something is wrong.",
     )

@@ -96,9 +96,9 @@ def _add_steps(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--schedule",
         choices=("constant", "linear", "cosine"),
-        help="of the learning rate after the warm-up (default: the file's, or linear decay)",
+        help="learning rate after the warm-up (default: the file's, or linear decay)",
     )
-    group.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
+    group.add_argument("--seed", type=int, default=0, help="for the initial weights and the order of the data")
 
 
 def _add_saving(group: argparse._ArgumentGroup) -> None:
@@ -109,7 +109,12 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
         help="where the trained model is written at the end and on Ctrl-C (default: trained/MODEL)",
     )
     group.add_argument("--no-save", action="store_true", help="do not write the trained model")
-    group.add_argument("--save-dir", type=path_argument, default=Path("checkpoints"), help="where checkpoints go")
+    group.add_argument(
+        "--save-dir",
+        type=path_argument,
+        default=Path("checkpoints"),
+        help="directory of checkpoints (default checkpoints)",
+    )
     group.add_argument(
         "--save-every",
         type=int,
@@ -120,7 +125,7 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the last step on the drives, or the last whole checkpoint in --save-dir",
+        help="continue from the last checkpoint in --save-dir, or from a later step of tiering.crash_consistent",
     )
 
 

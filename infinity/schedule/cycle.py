@@ -97,7 +97,7 @@ class Cycle:
         return self._last.upcoming(MOST_AHEAD if self.ahead_bytes else 1)
 
     def strangers(self, units: Iterable[int]) -> list[int]:
-        """Return the units that are not in memory when the plan begins."""
+        """Return those of the units that the plan does not expect in memory when it begins."""
         return [] if self.plan is None else [unit for unit in units if unit not in self.plan.resident]
 
     def first_use(self, unit: int) -> int:

@@ -7,9 +7,10 @@ after the last action, and waiting is an action, too. The scheduler sees no tens
 and equal rows give equal actions: in training, in `infinity plan` and in tests.
 
 [Note: what is evicted]
-For each use of a training step like the last one, the plan says which units to evict and to prefetch. These actions run
-in order. An action that must wait for memory delays all later ones, and is tried again when memory may be free. A unit
-that the plan does not foresee is fetched when it is needed, and the least recently used unit is evicted for it.
+The plan expects a step like the last one. For each use of a unit it lists the units to evict and to prefetch. These
+actions run in order. An action that must wait for memory delays all later ones, and is tried again when memory may be
+free. A unit that the plan does not foresee is fetched when it is needed, and the least recently used unit is evicted
+for it.
 
 [Note: blocked updates]
 An update is submitted as soon as it is due, its unit is in memory, and its gradients have room. Without room it is
@@ -62,11 +63,11 @@ from infinity.tiers import Residency
 from infinity.tiers.copies import State
 
 _STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # an Enum look-up takes 0.2 us
-_NOW = -1  # before every use: the unit can be evicted only after its update
+_NOW = -1  # before every use: the plan evicts the unit now, and its update must end first
 
 
 def spilled_ahead(slots: int) -> int:
-    """Return how many of these slots should be free or being written once a unit's gradients are complete.
+    """Return how many gradient slots should be free or being spilled once a unit's gradients are complete.
 
     Two, so that a write may take as long as the next unit computes; with fewer than three slots, one.
     """
@@ -80,7 +81,7 @@ class Scheduler:
         rows: of all units.
         cycle: the recorded uses and the plan.
         budget: the ledger of memory for units that are evicted and fetched; the executor updates it.
-        advice: says what to raise in the configuration for so many more bytes of it.
+        advice: returns which setting to raise to have this many more bytes in it.
         gradient_slots: how many units that may spill have memory for gradients at once.
         in_slots: units whose gradients have such memory, the longest first; the executor updates it.
         writes_all: write each update to NVMe.
@@ -89,7 +90,7 @@ class Scheduler:
 
     Attributes:
         in_memory: evictable units whose parameters are in memory, the least recently used first.
-        planned: actions of the plan that wait for memory, in order.
+        planned: actions of the plan that are due but not possible yet, in order.
         blocked: units in memory whose updates had no room, the longest first.
     """
 
@@ -145,7 +146,7 @@ class Scheduler:
 
     def _use(self, event: UseBegins) -> Actions:
         row = self.rows[event.unit]
-        step = self.cycle.use(row.index)
+        step = self.cycle.use(row.index)  # of the plan
         if step is None:
             if not self.cycle.follows_plan:
                 self.planned.clear()
@@ -191,6 +192,7 @@ class Scheduler:
         self._arrived(row)
 
     def _bring_old(self, row: UnitState) -> Actions:
+        """As `_bring`, without an update that may be due."""
         yield from self._fetch_now(row)
         yield AwaitFetch(row.index)
         self._arrived(row)

@@ -14,7 +14,7 @@ are in memory, so that no code reads stale values. For autograd an update is an 
 a graph of the old values raises torch's own error instead of computing with the new ones.
 
 [Note: values at rest]
-A unit that can be evicted is also NaN between two steps, even if it is in memory by chance: its eviction would silently
+A unit that can be evicted is also NaN between two steps, even while it is in memory: a later eviction would silently
 discard a write by the training loop.
 """
 
@@ -74,14 +74,14 @@ class Executor:
     """Perform the scheduler's actions: move units and submit their updates.
 
     Args:
-        units: of each unit its row: what the scheduler sees of it, its parameters and its views; by index.
+        units: the row of each unit, by index: its state for the scheduler, its parameters and its views.
         views: state shared by the views of all units.
         params: parameters of all units.
         grads: gradients of units that are updated in host memory.
         in_flight: runs the updates.
         pipeline: the optimizer's queue.
         cycle: the recorded uses and the plan.
-        advice: says what to raise in the configuration for so many more bytes of parameters.
+        advice: returns which setting to raise to have this many more bytes for parameters.
         ranks: the ranks among which units are sharded.
     """
 
@@ -143,7 +143,7 @@ class Executor:
                 row.views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
-                self._params.handing_over.tear()  # poisons the engine: an update has failed, and nothing will retry it
+                self._params.handing_over.tear()  # poisons the engine: perhaps an update failed, and nothing retries it
             for row in rows:
                 row.params.unpin()
             self._end_uses(entered)
@@ -157,7 +157,7 @@ class Executor:
         return action is not None
 
     def gather_owed(self, unit: int | None = None) -> None:
-        """Run the gathers that all ranks run before they gather this unit; with None, before another collective."""
+        """Gather the units that all ranks gather before this one; with None, before another collective."""
         for other in self._gathering.owed(unit):
             self._do(ParametersNeeded(other))
             self._gathering.gather(other)
@@ -306,7 +306,7 @@ class Executor:
     # Updates #
 
     def prefer_updates(self, *, begun: bool) -> None:
-        """See `UpdatePipeline.prefer`."""
+        """Set whether updates that have begun go before others, see `UpdateQueue.prefer`."""
         self._pipeline.prefer(begun=begun)
 
     def expect_updates(self, units: Sequence[int]) -> None:
@@ -317,7 +317,7 @@ class Executor:
         """Update the unit once its parameters are in memory: now, or after their fetch.
 
         Args:
-            slots: parameters that the update changes. The running pass may still compute with the others.
+            slots: indices of the parameters that the update changes. The running pass may still use the others.
         """
         row = self.units[unit]
         self._in_flight.ask(row, segments)
@@ -341,7 +341,7 @@ class Executor:
     def gather_anew(self, unit: int) -> None:
         """Mark the unsharded copy as stale, on all ranks.
 
-        A speculative update depends on each rank's own memory and drives; the collectives must not.
+        Whether an update is speculative depends on each rank's own memory and drives; collectives must not.
         """
         self._gathering.changed(unit)
 
@@ -349,8 +349,8 @@ class Executor:
         """Submit a speculative update of the unit, as far as it can be rolled back. Return False if no part of it can.
 
         Args:
-            may_leave: the memory of the gradients may be reused: only a user would read them again, and they can be
-                reconstructed then.
+            may_leave: the memory of the gradients may be reused if they can be reconstructed, because their norm is
+                known. A rollback or a user's read reconstructs them.
         """
         each = self.units[unit]
         before, each.foreseen = each.ahead, Foreseen(segments, may_leave)
@@ -388,7 +388,7 @@ class Executor:
                 self._do(OldParametersNeeded(row.index))
         away = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
         here = [row for row in ahead if row not in away]
-        behind = self._in_flight.undo(here, self._free_gradients, grads=grads)
+        stale = self._in_flight.undo(here, self._free_gradients, grads=grads)
         self._spill_ahead()
         for row in away:  # one by one: there may not be room for all of them
             self._do(OldParametersNeeded(row.index))
@@ -396,7 +396,7 @@ class Executor:
         self._spill_ahead()
         for row in ahead:
             self._gathering.changed(row.index)
-            if row in behind:
+            if row in stale:
                 self._do(ParametersStale(row.index))
 
     def undo_all(self, *, grads: bool = True) -> bool:
@@ -434,12 +434,12 @@ class Executor:
         return freed
 
     def gradients_rest(self, unit: int) -> None:
-        """If this unit's gradients may spill, spill the oldest ones early: they do not change for a while."""
+        """Note that the unit's gradients do not change for a while. If they may spill, spill the oldest ones early."""
         if self.units[unit].spills:
             self._do(GradientsRest())
 
     def _spill_ahead(self) -> None:
-        """As `gradients_rest`, if updates have given back gradients."""
+        """As `gradients_rest`, if a speculative update has returned gradients, which may spill."""
         if self._in_flight.some_rest:
             self._in_flight.some_rest = False
             self._do(GradientsRest())
@@ -453,7 +453,7 @@ class Executor:
         if self._scheduler.waits_for_memory:
             self._do(MemoryFreed())
         self._show_finished()
-        for params in self._params.passing:
+        for params in self._params.passing:  # through host memory, on the way to the device
             row = self.units[params.index]
             if not (row.update_is_submitted or row.update_is_due):
                 self._params.advance(params)
@@ -489,7 +489,7 @@ class Executor:
             row.params.unpin()
 
     def compute_all(self) -> None:
-        """Block until every pending update is computed. Some may still be written to the memory where they stay."""
+        """Block until every pending update is computed. Writes of new values to their home may still be running."""
         self._start_pending()
         for row in self._in_flight.submitted:
             self._in_flight.wait_computed(row)

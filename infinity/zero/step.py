@@ -1,13 +1,13 @@
-"""The verbs of a training step, which change its phase.
+"""The operations of a training step, which change its phase.
 
-All drivers of a step use the same verbs (`begin`, `forward`, `backward`, `finish`, `abort`): ordinary micro-batches,
+All kinds of steps use the same ones (`begin`, `forward`, `backward`, `finish`, `abort`): ordinary micro-batches,
 layer-major ones, a pipeline's schedule, and a plain `loss.backward()`.
 
 [Note: interrupts]
 Ctrl-C can come between any two lines, also within `except` and `finally`, so no state may depend on reaching a line. A
-running pass is `_open`; if the next verb finds one, it was interrupted, and is aborted then. An update cannot be
-undone: if the next verb finds phase UPDATE, or a step with some units updated and others not, the engine is poisoned
-(FAILED). The counts change by one assignment.
+running pass is `_open`; if the next operation finds one, it was interrupted, and is aborted then. A due update cannot
+be rolled back: if the next operation finds phase UPDATE, or some units of a step updated and others not, the engine is
+poisoned (FAILED). The counts change by one assignment.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Step:
 
     @property
     def at_rest(self) -> bool:
-        """Whether the states are those of one step, at the latest when its updates are done."""
+        """Whether all states are of one step, or will be when its submitted updates are done."""
         whole = self.phase not in (Phase.FAILED, Phase.CLOSED, Phase.UPDATE)
         return whole and not self.updates.under_way and not self._runtime.torn
 
@@ -292,7 +292,7 @@ class Step:
     # Forward #
 
     def make_room(self, *inputs: Any) -> None:
-        """Free device memory filled with states, if the coming training forward of these inputs is a longer batch."""
+        """Move states off the device if a training forward of these inputs would need their memory."""
         if self._filling is None:
             return
         elements = sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
@@ -340,7 +340,7 @@ class Step:
         self._open = None
 
     def _meet_ranks(self, why: str) -> None:
-        """Gather owed units before a collective that is not part of the forward pass."""
+        """Gather all units that are due on all ranks, before a collective outside of the forward pass."""
         with self.stopped_by_failures():
             self._executor.gather_owed()
             self._ranks.path.mark(why)
@@ -417,7 +417,7 @@ class Step:
         self._stand_ins.lift()
         self._phases.go(Phase.BACKWARD)
         if in_parts is None:
-            # a model called without the engine has not shown which
+            # after a forward pass without the engine, gradients of any unit may come in parts
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         self._began_with = self._optimizer.rules()
         self.updates.begin_backward(last=last, in_parts=in_parts, early=self.counter.is_whole_step)
@@ -529,8 +529,8 @@ class Step:
         return self.updates.outcome
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Abort the running pass. After a forward pass the phase before it returns; otherwise the step's gradients are
-        dropped.
+        """Abort the running pass. A forward pass returns to the phase before it; a backward pass drops the step's
+        gradients.
 
         They cannot be separated from those of earlier micro-batches, so the step starts again.
         """
@@ -591,7 +591,7 @@ class Step:
             self._phases.go(Phase.IDLE)
 
     def drop_failed(self) -> None:
-        """As `drop`, after a failed backward pass: it has left no placeholder whose removal could be noticed."""
+        """As `drop`, if a backward pass failed: it left no placeholder whose removal would show a `zero_grad`."""
         if self._pass_failed:
             self.drop()
 
