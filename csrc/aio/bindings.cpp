@@ -127,6 +127,16 @@ bool wait(Request& request, double timeout_s) {
     }
 }
 
+// In a forked child an engine is left as it is: its condition variables count the parent's waiting threads, for which
+// their destructors would wait for ever.
+struct EngineDeleter {
+    void operator()(Engine* engine) const {
+        if (!engine->forked()) {
+            delete engine;
+        }
+    }
+};
+
 void close(Engine& engine) {
     {
         const py::gil_scoped_release release;
@@ -135,8 +145,8 @@ void close(Engine& engine) {
     PythonOwner::collect();
 }
 
-std::unique_ptr<Engine> make_engine(const std::string& backend, std::size_t block_nbytes, int depth, int threads,
-                                    bool sqpoll, bool iopoll, const py::dict& faults) {
+Engine* make_engine(const std::string& backend, std::size_t block_nbytes, int depth, int threads, bool sqpoll,
+                    bool iopoll, const py::dict& faults) {
     Options options;
     options.block_nbytes = block_nbytes;
     options.depth = depth;
@@ -160,10 +170,10 @@ std::unique_ptr<Engine> make_engine(const std::string& backend, std::size_t bloc
         }
     }
     if (backend == "io_uring") {
-        return make_uring_engine(options);
+        return make_uring_engine(options).release();
     }
     if (backend == "threads") {
-        return make_thread_engine(options);
+        return make_thread_engine(options).release();
     }
     throw std::invalid_argument("unknown backend " + backend);
 }
@@ -190,7 +200,7 @@ void register_requests(py::module_& m) {
 }
 
 void register_engines(py::module_& m) {
-    py::class_<Engine>(m, "Engine")
+    py::class_<Engine, std::unique_ptr<Engine, EngineDeleter>>(m, "Engine")
         .def(py::init(&make_engine), py::arg("backend"), py::arg("block_nbytes"), py::arg("depth"), py::arg("threads"),
              py::arg("sqpoll") = false, py::arg("iopoll") = false, py::arg("faults") = py::dict())
         .def_property_readonly("name", &Engine::name)

@@ -33,10 +33,6 @@ class ThreadEngine final : public Engine {
 
     void close() override {
         if (forked()) { // the threads exist in the parent only
-            for (auto& thread : threads_) {
-                thread.detach();
-            }
-            threads_.clear();
             return;
         }
         queue_.close();

@@ -129,11 +129,7 @@ class UringEngine final : public Engine {
     }
 
     void close() override {
-        if (!thread_.joinable()) {
-            return;
-        }
-        if (forked()) { // the thread exists in the parent only
-            thread_.detach();
+        if (forked() || !thread_.joinable()) { // the thread exists in the parent only
             return;
         }
         queue_.close();

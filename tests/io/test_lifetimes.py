@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import threading
@@ -87,7 +88,7 @@ def test_a_request_that_races_with_close_is_finished_or_refused(backend, arena, 
 
 
 def in_forked_child(action: Callable[[], object]) -> int:
-    """0 if `action` is refused as belonging to the parent; 99 if it hangs."""
+    """0 if `action` is refused as belonging to the parent; 1 if it passes; 99 if it hangs."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -116,6 +117,24 @@ def test_a_forked_child_cannot_wait_for_its_parents_request(backend, arena, tmp_
         assert not futures[-1].done()
         assert in_forked_child(futures[-1].result) == 0
         assert [future.result() for future in futures] == [8 * MIB] * 4
+    file.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forked_child_can_drop_its_parents_engine(backend, arena, tmp_path) -> None:
+    engine = open_engine(IoOptions(), backend)
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+
+    def drop() -> None:
+        nonlocal engine, file
+        del engine, file
+        gc.collect()
+
+    with arena.lease(MIB) as lease:
+        assert engine.write(file, 0, lease.span()).result() == MIB
+        assert in_forked_child(drop) == 1
+        assert engine.write(file, 0, lease.span()).result() == MIB  # the parent goes on
     file.close()
     engine.close()
 
