@@ -31,6 +31,7 @@ namespace {
 constexpr unsigned kMaxRegions = 64;
 constexpr unsigned kMaxFiles = 64;
 constexpr std::size_t kMaxRegionNbytes = std::size_t{1} << 30; // the kernel's limit for one registered buffer
+constexpr std::size_t kMaxEntryNbytes = std::size_t{1} << 30;  // an entry has 32 bits for its size
 constexpr std::chrono::milliseconds kRefusalPause{1};
 // The drive begins with these while the next are prepared. With all of a depth of 32 at once, drive and thread work in
 // turns: 4 KiB reads had 0.83 of the rate that they have so, for a tenth less processor time (bench-io, virtio).
@@ -327,7 +328,7 @@ class UringEngine final : public Engine {
         }
         io_uring_sqe* const sqe = next_entry();
         void* const buffer = reinterpret_cast<void*>(block.address + block.moved);
-        const auto nbytes = static_cast<unsigned>(block.nbytes - block.moved);
+        const auto nbytes = static_cast<unsigned>(std::min(block.nbytes - block.moved, kMaxEntryNbytes));
         const std::uint64_t offset = block.offset + block.moved;
         const int place = place_of(block.request->file());
         const int fd = place >= 0 ? place : block.request->file()->fd();
