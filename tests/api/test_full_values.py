@@ -41,6 +41,11 @@ def inputs(count: int) -> list[torch.Tensor]:
 
 
 def look(engine: infinity.Engine) -> dict[str, Any]:
+    with torch.device("meta"):  # a script's default device changes nothing
+        return _look(engine)
+
+
+def _look(engine: infinity.Engine) -> dict[str, Any]:
     return {
         name: {
             "master": values.safe_get_full_fp32_param(param),
@@ -150,7 +155,8 @@ def test_what_is_set_is_what_the_next_step_uses(stage) -> None:
                 noise = torch.randn(param.shape, generator=generator)
                 values.safe_set_full_fp32_param(parameters[name], noise)
                 values.safe_set_full_optimizer_state(parameters[name], noise.square(), "exp_avg_sq")
-                values.safe_set_local_optimizer_state(parameters[name], noise.flatten() / 2, "exp_avg")
+                with torch.device("meta"):
+                    values.safe_set_local_optimizer_state(parameters[name], noise.flatten() / 2, "exp_avg")
                 param.data.copy_(noise)
                 optimizer.state[param]["exp_avg_sq"].copy_(noise.square())
                 optimizer.state[param]["exp_avg"].copy_(noise / 2)
