@@ -16,6 +16,7 @@ import torch
 
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.io import IoOptions, Span, open_engine, probe_backends
+from infinity.io.aiofiles_engine import AiofilesEngine
 from infinity.io.native import NativeEngine
 from infinity.memory import Arena
 from tests import prepared
@@ -139,6 +140,22 @@ def test_a_forked_child_can_drop_its_parents_engine(backend, arena, tmp_path) ->
     engine.close()
 
 
+def test_a_file_that_another_thread_closes_meanwhile_is_refused(arena, tmp_path) -> None:
+    engine = AiofilesEngine(IoOptions())
+    file = engine.open(tmp_path / "f", create=True, size_bytes=4096)
+    opened = file.opened
+    file.close()
+    file.opened = opened  # as a thread sees it that looked before
+    with (
+        (tmp_path / "other").open("wb"),  # which may have the descriptor's number
+        arena.lease(4096) as lease,
+        pytest.raises(StorageError, match="the file is closed"),
+    ):
+        engine.write(file, 0, lease.span()).result()
+    assert (tmp_path / "other").read_bytes() == b""
+    engine.close()
+
+
 @needs_uring
 def test_a_forked_child_cannot_register_buffers(arena) -> None:
     engine = open_engine(IoOptions(), "io_uring")
@@ -233,6 +250,7 @@ _INTERRUPTED = """
 import sys
 sys.path.insert(0, {root!r})
 from infinity.io import IoOptions
+from infinity.io.aiofiles_engine import AiofilesEngine
 from infinity.io.native import NativeEngine
 from infinity.memory import Arena
 arena = Arena(1 << 20)
