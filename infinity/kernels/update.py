@@ -14,6 +14,7 @@ import torch
 from infinity.kernels._native import DTYPES, _adam, check
 from infinity.kernels.rules import Hyper, Loop, Rule
 
+_MOST_POSITIONS = 1 << 32  # the kernels count them in 32 bits
 SCALE_BLOCK: int = _adam.SCALE_BLOCK  # elements that share the scale of an 8-bit moment
 
 _MOMENT_KINDS = {
@@ -125,6 +126,8 @@ def update(
     numel = param.numel()
     check(numel, {"param": param}, *_PARAM_KINDS)
     check(numel, {"grad": grad}, *DTYPES)
+    if recoverably and numel > _MOST_POSITIONS:
+        raise ValueError(f"param has {numel} elements; of more than {_MOST_POSITIONS} no gradient can be told")
     if recoverably and not can_recover(hyper, None if first is None else first.values.dtype, grad.dtype):
         raise ValueError(f"no gradient of dtype {grad.dtype} can be told from what {type(hyper).__name__} does")
     if params and not (recoverably and param.dtype == torch.bfloat16):
