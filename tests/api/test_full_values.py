@@ -214,6 +214,8 @@ def test_what_cannot_be_answered_is_refused_by_name() -> None:
             values.safe_get_full_optimizer_state(param, "momentum")
         with pytest.raises(infinity.ConfigError, match=r"`mix\.weight` has 4096 elements, and the value 3"):
             values.safe_set_full_fp32_param(param, torch.ones(3))
+        with pytest.raises(infinity.ConfigError, match=r"`mix\.weight`: this rank's part has 4096 elements, not 3"):
+            values.safe_set_local_fp32_param(param, torch.ones(3))
         with infinity.zero.GatheredParameters(param), pytest.raises(infinity.InfinityError, match="is gathered; leave"):
             values.safe_set_full_fp32_param(param, torch.ones(4096))
         with pytest.raises(infinity.InfinityError, match="the parameter has no gradient"):

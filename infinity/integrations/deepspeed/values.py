@@ -47,16 +47,16 @@ class _Found:
 
     def spread(self, value: torch.Tensor) -> torch.Tensor:
         """The inverse of `local`; of several ranks that have the same part, the first one's counts."""
+        parts = list(self.runtime.partition.parts(self.place.unit, of=self.place.slot))
+        numels = [part.stop - part.start for part in parts]
+        if sum(numels) != value.numel():
+            name = self.place.slot.name
+            raise ConfigError(f"`{name}`: this rank's part has {sum(numels)} elements, not {value.numel()}")
         mine = torch.zeros(self.place.slot.numel, dtype=torch.float32, device="cpu")
-        start = 0
-        for part in self.runtime.partition.parts(self.place.unit, of=self.place.slot):
-            stop = start + part.stop - part.start
-            mine[part.param] = value.reshape(-1)[start:stop].float().cpu()
+        for part, own in zip(parts, value.reshape(-1).split(numels), strict=True):
+            mine[part.param] = own.float().cpu()
             if self.runtime.sizing.rules.params.gathers:
                 self.runtime.groups.replicas.broadcast(mine[part.param])
-            start = stop
-        if start != value.numel():
-            raise ConfigError(f"`{self.place.slot.name}`: this rank's part has {start} elements, not {value.numel()}")
         return mine
 
 
