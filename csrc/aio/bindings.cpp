@@ -180,10 +180,10 @@ Engine* make_engine(const std::string& backend, std::size_t block_nbytes, int de
 
 void register_requests(py::module_& m) {
     py::class_<File, std::shared_ptr<File>>(m, "File")
-        .def(py::init<std::string, bool, bool>(), py::arg("path"), py::arg("read_only"), py::arg("direct") = true)
+        .def(py::init<const std::string&, bool, bool>(), py::arg("path"), py::arg("read_only"),
+             py::arg("direct") = true)
         .def_property_readonly("direct", &File::direct)
-        .def_property_readonly("alignment", &File::alignment)
-        .def_property_readonly("path", &File::path);
+        .def_property_readonly("alignment", &File::alignment);
 
     py::class_<Request, std::shared_ptr<Request>>(m, "Request")
         .def("done", &Request::done)
@@ -203,7 +203,6 @@ void register_engines(py::module_& m) {
     py::class_<Engine, std::unique_ptr<Engine, EngineDeleter>>(m, "Engine")
         .def(py::init(&make_engine), py::arg("backend"), py::arg("block_nbytes"), py::arg("depth"), py::arg("threads"),
              py::arg("sqpoll") = false, py::arg("iopoll") = false, py::arg("faults") = py::dict())
-        .def_property_readonly("name", &Engine::name)
         .def("submit", &submit, py::arg("write"), py::arg("file"), py::arg("offset"), py::arg("address"),
              py::arg("nbytes"), py::arg("memory_nbytes"), py::arg("priority"), py::arg("owner"))
         .def("submit_blocks", &submit_blocks, py::arg("write"), py::arg("file"), py::arg("offsets"),

@@ -38,8 +38,6 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    virtual const char* name() const = 0;
-
     // This is a forked child, which has none of the engine's threads.
     bool forked() const;
 

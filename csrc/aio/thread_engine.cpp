@@ -27,8 +27,6 @@ class ThreadEngine final : public Engine {
 
     ~ThreadEngine() override { close(); }
 
-    const char* name() const override { return "threads"; }
-
     int register_buffer(std::uintptr_t, std::size_t) override { return ENOTSUP; }
 
     void close() override {

@@ -100,8 +100,6 @@ class UringEngine final : public Engine {
         }
     }
 
-    const char* name() const override { return "io_uring"; }
-
     int register_buffer(std::uintptr_t address, std::size_t nbytes) override {
         refuse_in_child();
         for (std::size_t done = 0; done < nbytes; done += kMaxRegionNbytes) {
