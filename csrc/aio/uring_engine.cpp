@@ -388,8 +388,12 @@ class UringEngine final : public Engine {
     }
 
     void release(Slot& slot, int error) {
+        const std::weak_ptr<File> file = slot.block.request->file();
         finish(slot.block, error, slot.fixed);
         slot.block.request.reset();
+        if (file.expired()) { // closed before: its place in the table is all that keeps it open
+            files_changed_ = true;
+        }
         free_.push_back(&slot);
         in_flight_ -= 1;
     }
