@@ -127,6 +127,16 @@ bool wait(Request& request, double timeout_s) {
     }
 }
 
+// In a forked child an engine is left as it is: its condition variables count the parent's waiting threads, for which
+// their destructors would wait for ever.
+struct EngineDeleter {
+    void operator()(Engine* engine) const {
+        if (!engine->forked()) {
+            delete engine;
+        }
+    }
+};
+
 void close(Engine& engine) {
     {
         const py::gil_scoped_release release;
@@ -135,8 +145,8 @@ void close(Engine& engine) {
     PythonOwner::collect();
 }
 
-std::unique_ptr<Engine> make_engine(const std::string& backend, std::size_t block_nbytes, int depth, int threads,
-                                    bool sqpoll, bool iopoll, const py::dict& faults) {
+Engine* make_engine(const std::string& backend, std::size_t block_nbytes, int depth, int threads, bool sqpoll,
+                    bool iopoll, const py::dict& faults) {
     Options options;
     options.block_nbytes = block_nbytes;
     options.depth = depth;
@@ -160,20 +170,20 @@ std::unique_ptr<Engine> make_engine(const std::string& backend, std::size_t bloc
         }
     }
     if (backend == "io_uring") {
-        return make_uring_engine(options);
+        return make_uring_engine(options).release();
     }
     if (backend == "threads") {
-        return make_thread_engine(options);
+        return make_thread_engine(options).release();
     }
     throw std::invalid_argument("unknown backend " + backend);
 }
 
 void register_requests(py::module_& m) {
     py::class_<File, std::shared_ptr<File>>(m, "File")
-        .def(py::init<std::string, bool, bool>(), py::arg("path"), py::arg("read_only"), py::arg("direct") = true)
+        .def(py::init<const std::string&, bool, bool>(), py::arg("path"), py::arg("read_only"),
+             py::arg("direct") = true)
         .def_property_readonly("direct", &File::direct)
-        .def_property_readonly("alignment", &File::alignment)
-        .def_property_readonly("path", &File::path);
+        .def_property_readonly("alignment", &File::alignment);
 
     py::class_<Request, std::shared_ptr<Request>>(m, "Request")
         .def("done", &Request::done)
@@ -190,10 +200,9 @@ void register_requests(py::module_& m) {
 }
 
 void register_engines(py::module_& m) {
-    py::class_<Engine>(m, "Engine")
+    py::class_<Engine, std::unique_ptr<Engine, EngineDeleter>>(m, "Engine")
         .def(py::init(&make_engine), py::arg("backend"), py::arg("block_nbytes"), py::arg("depth"), py::arg("threads"),
              py::arg("sqpoll") = false, py::arg("iopoll") = false, py::arg("faults") = py::dict())
-        .def_property_readonly("name", &Engine::name)
         .def("submit", &submit, py::arg("write"), py::arg("file"), py::arg("offset"), py::arg("address"),
              py::arg("nbytes"), py::arg("memory_nbytes"), py::arg("priority"), py::arg("owner"))
         .def("submit_blocks", &submit_blocks, py::arg("write"), py::arg("file"), py::arg("offsets"),

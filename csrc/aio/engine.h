@@ -38,9 +38,10 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    virtual const char* name() const = 0;
+    // This is a forked child, which has none of the engine's threads.
+    bool forked() const;
 
-    // Throws std::logic_error in a forked child, which has none of the engine's threads.
+    // Throws std::logic_error in a forked child.
     void refuse_in_child() const;
 
     // Queues a request. Throws std::logic_error when closed, or in a forked child.
@@ -73,7 +74,6 @@ class Engine {
     void finish(const Block& block, int error, bool fixed);
 
     virtual void wake() {}
-    bool forked() const;
 
     const Options options_;
     Faults faults_;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <system_error>
-#include <utility>
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -29,15 +28,15 @@ std::size_t direct_alignment([[maybe_unused]] int fd) {
 
 } // namespace
 
-File::File(std::string path, bool read_only, bool direct) : path_(std::move(path)) {
+File::File(const std::string& path, bool read_only, bool direct) {
     const int flags = (read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC;
-    fd_ = ::open(path_.c_str(), direct ? flags | O_DIRECT : flags);
+    fd_ = ::open(path.c_str(), direct ? flags | O_DIRECT : flags);
     direct_ = direct && fd_ >= 0;
     if (fd_ < 0 && direct && errno == EINVAL) { // the filesystem has no direct I/O
-        fd_ = ::open(path_.c_str(), flags);
+        fd_ = ::open(path.c_str(), flags);
     }
     if (fd_ < 0) {
-        throw std::system_error(errno, std::generic_category(), path_);
+        throw std::system_error(errno, std::generic_category(), path);
     }
     alignment_ = direct_ ? direct_alignment(fd_) : 1;
 }

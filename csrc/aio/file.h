@@ -12,7 +12,7 @@ class File {
   public:
     // Opens an existing file, past the page cache if `direct` and where the filesystem allows it. Throws
     // std::system_error.
-    File(std::string path, bool read_only, bool direct = true);
+    File(const std::string& path, bool read_only, bool direct = true);
     ~File();
     File(const File&) = delete;
     File& operator=(const File&) = delete;
@@ -20,10 +20,8 @@ class File {
     int fd() const { return fd_; }
     bool direct() const { return direct_; }
     std::size_t alignment() const { return alignment_; }
-    const std::string& path() const { return path_; }
 
   private:
-    std::string path_;
     int fd_ = -1;
     bool direct_ = false;
     std::size_t alignment_ = 1;

@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <system_error>
 
@@ -26,11 +27,11 @@ void* pointer(std::uintptr_t address) {
 
 Mapping::Mapping(std::size_t nbytes, std::size_t alignment) : owner_(getpid()) {
     const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-    nbytes_ = (nbytes + page - 1) / page * page;
-    if (nbytes_ == 0) {
-        nbytes_ = page;
-    }
+    nbytes_ = (std::max<std::size_t>(nbytes, 1) + page - 1) / page * page;
     base_nbytes_ = nbytes_ + alignment;
+    if (nbytes_ < nbytes || base_nbytes_ < nbytes_) { // more than there are addresses
+        throw std::system_error(ENOMEM, std::generic_category(), "mmap");
+    }
     void* base = mmap(nullptr, base_nbytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) {
         fail("mmap");

@@ -27,16 +27,10 @@ class ThreadEngine final : public Engine {
 
     ~ThreadEngine() override { close(); }
 
-    const char* name() const override { return "threads"; }
-
     int register_buffer(std::uintptr_t, std::size_t) override { return ENOTSUP; }
 
     void close() override {
         if (forked()) { // the threads exist in the parent only
-            for (auto& thread : threads_) {
-                thread.detach();
-            }
-            threads_.clear();
             return;
         }
         queue_.close();

@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from infinity.checkpoint.files import discard, is_file_name, read_plain, write_file
@@ -276,7 +276,7 @@ def make_directory(path: Path) -> None:
 @contextmanager
 def locked(directory: Path) -> Iterator[bool]:
     """Hold the directory's lock; False if another process has it. Where a filesystem has no locks, all go ahead."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor, owner = os.open(directory, os.O_RDONLY | os.O_DIRECTORY), os.getpid()
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -288,6 +288,9 @@ def locked(directory: Path) -> Iterator[bool]:
                 raise
         yield True
     finally:
+        if os.getpid() == owner:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for descriptors that children have inherited
         os.close(descriptor)
 
 

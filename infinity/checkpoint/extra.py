@@ -116,7 +116,8 @@ def check_extra(
     of_first = [] if _is_imported("rng", extra) else [extra["rng"]]
     for states in (*of_first, *(of_ranks if isinstance(of_ranks, list) else [None])):
         state = states.get("torch") if isinstance(states, dict) else None
-        if not isinstance(state, torch.Tensor) or state.shape != torch.get_rng_state().shape:
+        here = torch.get_rng_state()
+        if not isinstance(state, torch.Tensor) or (state.shape, state.dtype) != (here.shape, here.dtype):
             raise CheckpointError(f"{path} has no random state that this version of torch takes")
 
 

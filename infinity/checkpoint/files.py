@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from infinity.errors import CheckpointError
 
-_MAX_BYTES = 1 << 30  # of a file that is read whole
+MAX_BYTES = 1 << 30  # of a file that is read whole
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -33,7 +33,7 @@ def open_plain(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_plain(path: Path, limit_bytes: int = _MAX_BYTES) -> bytes:
+def read_plain(path: Path, limit_bytes: int = MAX_BYTES) -> bytes:
     """The content of a plain file.
 
     Raises:

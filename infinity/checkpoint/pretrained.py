@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from infinity.checkpoint.extra import persistent_buffers
 from infinity.checkpoint.files import is_file_name, parse_json, read_plain
 from infinity.checkpoint.tensors import TensorEntry, TensorReader, read_header
 from infinity.errors import CheckpointError, ConfigError
@@ -47,8 +48,7 @@ class PretrainedWeights:
         self._directory = directory
         self._files = files
         self._keys = _match(model, entries)
-        params = {name: param for name, param in model.named_parameters() if has_numbers(param)}
-        _check(directory, params, self._keys, entries)
+        _check(directory, model, self._keys, entries)
 
     def __contains__(self, name: str) -> bool:
         return name in self._keys
@@ -84,9 +84,9 @@ class PretrainedWeights:
         return None if file is None else StoredTensor(file, entry.start, entry.nbytes, entry.torch_dtype)
 
     def load_buffers(self, model: nn.Module) -> None:
-        """Copy stored buffers into the model's."""
+        """Copy stored values into the model's persistent buffers; the others are as the model has computed them."""
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
+            for name, buffer in persistent_buffers(model).items():
                 if name in self._keys and not buffer.is_meta:
                     buffer.copy_(self.read(name))
 
@@ -140,17 +140,18 @@ def _match(model: nn.Module, entries: dict[str, TensorEntry]) -> dict[str, tuple
 
 def _check(
     directory: Path,
-    params: dict[str, nn.Parameter],
+    model: nn.Module,
     found: dict[str, tuple[str, TensorEntry]],
     entries: dict[str, TensorEntry],
 ) -> None:
-    for name, param in params.items():
+    params = {name: param for name, param in model.named_parameters() if has_numbers(param)}
+    for name, tensor in (*params.items(), *persistent_buffers(model).items()):
         if name not in found:
             continue
         key, entry = found[name]
-        if entry.shape != tuple(param.shape):
-            raise ConfigError(f"{directory} has {key} in shape {entry.shape}; the model has {tuple(param.shape)}")
-        if not entry.torch_dtype.is_floating_point or entry.torch_dtype.itemsize == 1:
+        if entry.shape != tuple(tensor.shape):
+            raise ConfigError(f"{directory} has {key} in shape {entry.shape}; the model has {tuple(tensor.shape)}")
+        if name in params and (not entry.torch_dtype.is_floating_point or entry.torch_dtype.itemsize == 1):
             raise ConfigError(f"{directory} has {key} in {entry.dtype}: quantised weights cannot be trained")
     missing = [name for name in params if name not in found]
     unknown = sorted(entries.keys() - {key for key, _ in found.values()})

@@ -30,11 +30,12 @@ from infinity.checkpoint.directory import (
     tags,
     writing,
 )
-from infinity.checkpoint.files import write_file
+from infinity.checkpoint.files import MAX_BYTES, write_file
 from infinity.checkpoint.format import EXTRA, MANIFEST, Manifest, check_replaceable, read_manifest
 from infinity.checkpoint.runs import Run
 from infinity.checkpoint.shards import WrittenPart, assemble
 from infinity.checkpoint.stored import StoredTensor
+from infinity.config import format_size
 from infinity.errors import CheckpointError
 from infinity.zero.build import Runtime
 from infinity.zero.shared_directory import directory_leaders
@@ -218,10 +219,15 @@ def serialise(extra: Mapping[str, Any]) -> bytes:
     """Tensors and plain values as bytes that `torch.load` reads without running code.
 
     Raises:
-        CheckpointError: there is something else among them.
+        CheckpointError: there is something else among them, or they are more than is loaded.
     """
     buffer = io.BytesIO()
     torch.save(dict(extra), buffer)
+    if buffer.tell() > MAX_BYTES:
+        raise CheckpointError(
+            f"buffers, client_state and the schedule's state are {format_size(buffer.tell())}, and a checkpoint is "
+            f"loaded with {format_size(MAX_BYTES)} of them at most: keep large tensors in files of your own"
+        )
     try:
         torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever unpickling objects to

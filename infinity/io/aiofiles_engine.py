@@ -36,10 +36,11 @@ class _Descriptor:
         self._lock = threading.Lock()
         self._users = 1
 
-    def hold(self) -> None:
-        """Add a user."""
+    def hold(self) -> bool:
+        """Add a user; False if the last one has closed the file."""
         with self._lock:
-            self._users += 1
+            self._users += self._users > 0
+            return self._users > 0
 
     def drop(self) -> None:
         """Remove a user; the last one closes the file."""
@@ -120,18 +121,18 @@ class AiofilesEngine(IoEngine):
     def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
         if not isinstance(file, _PlainFile):
             raise TypeError(f"{file.path} was opened by another engine")
-        if file.opened is None:
-            raise StorageError(errno.EBADF, "the file is closed", str(file.path), offset)
         if os.getpid() != self._owner:
             raise InfinityError("this I/O engine belongs to the parent process; open one in the child")
         if self._closed:
             raise InfinityError("the I/O engine is closed")
+        opened = file.opened
+        if opened is None or not opened.hold():
+            raise StorageError(errno.EBADF, "the file is closed", str(file.path), offset)
         operation = "write" if write else "read"
         with self._stats_lock:
             self._asked[operation] += nbytes
-        file.opened.hold()
         stamps = _Stamps()
-        moving = self._timed_move(operation, file.path, file.opened, offset, span, nbytes, stamps)
+        moving = self._timed_move(operation, file.path, opened, offset, span, nbytes, stamps)
         return _PlainFuture(asyncio.run_coroutine_threadsafe(moving, self._loop), stamps)
 
     async def _timed_move(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity.errors import InfinityError, StorageError
-from infinity.io.interface import IoFuture
+from infinity.io.interface import IoFuture, failure
 from infinity.io.threads import MORE_THREADS
 from infinity.telemetry import Times
 
@@ -42,7 +42,7 @@ class DeviceReader(Protocol):
     """Fills device memory from a file."""
 
     def read(self, path: Path, offset: int, target: torch.Tensor) -> int:
-        """Read `target.numel()` bytes (uint8) at `offset`, and block. Return the number of bytes read."""
+        """Read bytes (uint8) at `offset`, and block. Return how many: fewer than the target has, or 0 at the end."""
 
     def close(self) -> None:
         """Close the files."""
@@ -112,15 +112,16 @@ class DeviceReads:
     def _read(self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor) -> int:
         begin = 0
         for path, offset, nbytes in pieces:
-            part = target[begin : begin + nbytes]
-            try:
-                moved = self._reader.read(path, offset, part)
-            except (OSError, RuntimeError) as error:
-                code = getattr(error, "errno", None) or errno.EIO
-                raise StorageError(code, f"read into device memory failed: {error}", str(path), offset) from error
-            if moved != part.numel():
-                raise StorageError(errno.ENODATA, "read reached the end of the file", str(path), offset + moved)
-            begin += nbytes
+            stop = begin + nbytes
+            while begin < stop:  # the system reads 2 GiB at most at a time
+                try:
+                    moved = self._reader.read(path, offset, target[begin:stop])
+                except (OSError, RuntimeError) as error:
+                    code = getattr(error, "errno", None) or errno.EIO
+                    raise StorageError(code, f"read into device memory failed: {error}", str(path), offset) from error
+                if not moved:
+                    raise failure(errno.ENODATA, "read", path, offset)
+                begin, offset = begin + moved, offset + moved
         return begin
 
     def close(self) -> None:

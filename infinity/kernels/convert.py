@@ -47,7 +47,7 @@ def grad_stats(values: torch.Tensor) -> GradStats:
 
     The kernel writes the values that it measures: to a buffer whose size does not depend on `values`.
     """
-    piece, total = torch.empty(_CHUNK, dtype=values.dtype), 0.0
+    piece, total = torch.empty(_CHUNK, dtype=values.dtype, device="cpu"), 0.0
     for part in values.split(_CHUNK):
         total += grad_store(piece[: part.numel()], part, accumulate=False).sum_sq
     return GradStats(total, math.isfinite(total))

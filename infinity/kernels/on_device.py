@@ -192,8 +192,8 @@ def _rules(loop: Loop) -> Iterator[Rule]:
 def _wild(seed: int) -> torch.Tensor:
     """Return finite values of every magnitude, including denormal ones and zeros of both signs."""
     drawn = torch.Generator().manual_seed(seed)
-    magnitude = torch.empty(_TRIED).uniform_(-44, 18, generator=drawn)
-    values = torch.randn(_TRIED, generator=drawn) * 10.0**magnitude
+    magnitude = torch.empty(_TRIED, device="cpu").uniform_(-44, 18, generator=drawn)
+    values = torch.randn(_TRIED, generator=drawn, device="cpu") * 10.0**magnitude
     values[seed::97] = 0.0
     values[seed + 1 :: 97] = -0.0
     return values

@@ -12,8 +12,9 @@ from functools import lru_cache
 import torch
 
 from infinity.kernels._native import DTYPES, _adam, check
-from infinity.kernels.rules import Hyper, Loop, Rule
+from infinity.kernels.rules import Loop, Rule
 
+_MOST_POSITIONS = 1 << 32  # the kernels count them in 32 bits
 SCALE_BLOCK: int = _adam.SCALE_BLOCK  # elements that share the scale of an 8-bit moment
 
 _MOMENT_KINDS = {
@@ -125,6 +126,8 @@ def update(
     numel = param.numel()
     check(numel, {"param": param}, *_PARAM_KINDS)
     check(numel, {"grad": grad}, *DTYPES)
+    if recoverably and numel > _MOST_POSITIONS:
+        raise ValueError(f"param has {numel} elements; of more than {_MOST_POSITIONS} no gradient can be told")
     if recoverably and not can_recover(hyper, None if first is None else first.values.dtype, grad.dtype):
         raise ValueError(f"no gradient of dtype {grad.dtype} can be told from what {type(hyper).__name__} does")
     if params and not (recoverably and param.dtype == torch.bfloat16):
@@ -263,38 +266,6 @@ def _native(rule: Rule) -> tuple[_adam.Rule, _adam.Scalars]:
     return _LOOPS[loop], _adam.Scalars(**asdict(numbers))
 
 
-def adam_fp32(
-    param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor, hyper: Hyper
-) -> None:
-    """Make one AdamW or Adam update of float32 parameters and moments.
-
-    Raises:
-        ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
-    """
-    check(param.numel(), {"param": param}, torch.float32)
-    update(hyper, param, grad, first=Moment(exp_avg), second=Moment(exp_avg_sq))
-
-
-def adam_split(
-    param: torch.Tensor,
-    low_bits: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    hyper: Hyper,
-) -> None:
-    """Make one AdamW or Adam update of fp32 masters that are stored as a bfloat16 parameter and 16 low bits.
-
-    The result equals `adam_fp32` on the joined master bit for bit, and `param` is that master rounded to nearest (ties
-    away from zero: the 16 bits could not tell which of two equally near neighbours is meant).
-
-    Raises:
-        ValueError: a tensor has the wrong dtype, length, layout or device; the message names it.
-    """
-    check(param.numel(), {"param": param}, torch.bfloat16)
-    update(hyper, param, grad, master=low_bits, first=Moment(exp_avg), second=Moment(exp_avg_sq))
-
-
 def load_moment(moment: Moment, *, signed: bool) -> torch.Tensor:
     """Return a moment as a new float32 tensor.
 
@@ -319,7 +290,7 @@ def store_moment(moment: Moment, values: torch.Tensor, *, signed: bool, dither: 
 
 
 def bare_loop(param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor) -> None:
-    """Read and write the bytes of `adam_fp32` with almost no arithmetic: its roofline. Finite values do not change."""
+    """Read and write the bytes of Adam in fp32 with almost no arithmetic: its roofline. Finite values do not change."""
     numel = param.numel()
     check(numel, {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "grad": grad}, torch.float32)
     _adam.bare_loop(numel, param.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), grad.data_ptr())

@@ -132,10 +132,8 @@ class Publisher:
             self._path = _made() / self._name
         new = self._path.with_suffix(".new")
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(descriptor, text.encode())
-        finally:
-            os.close(descriptor)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
         new.replace(self._path)
 
     def _remove(self) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -162,7 +162,7 @@ class Timeline:
                 return
             self._flush()
             self._step += 1
-            if self._step > self._steps:
+            if self._step > self._steps and not self._file.closed:
                 self._close()
                 _log.info("the timeline of %d steps is in %s", self._steps, self.path)
 
@@ -175,11 +175,15 @@ class Timeline:
     def _close(self) -> None:
         self._flush()
         self._spans.clear()
-        with self._file:
-            self._file.write("\n]\n")
+        if not self._file.closed:
+            with suppress(OSError), self._file:  # readers do without the end
+                self._file.write("\n]\n")
 
     def _flush(self) -> None:
-        """Write the spans that are over, in the order of their beginnings, and keep the others."""
+        """Write the spans that are over, in the order of their beginnings, and keep the others.
+
+        Where the file cannot be written the recording ends, and training goes on.
+        """
         over: list[tuple[Times, Span]] = []
         under_way: list[Span] = []
         for span in self._spans:
@@ -190,8 +194,13 @@ class Timeline:
                 over.append((times, span))
         self._spans = under_way
         over.sort(key=lambda pair: pair[0].started_s)
-        self._write(event for times, span in over for event in self._events(times, span))
-        self._file.flush()
+        try:
+            self._write(event for times, span in over for event in self._events(times, span))
+            self._file.flush()
+        except OSError as error:
+            _log.warning("the timeline %s ends here: it cannot be written (%s)", self.path, error.strerror)
+            with suppress(OSError):  # of what it still holds
+                self._file.close()
 
     def _events(self, times: Times, span: Span) -> Iterator[dict[str, Any]]:
         """The span as an event, after the name of its row if it is the first there."""

@@ -41,6 +41,11 @@ def inputs(count: int) -> list[torch.Tensor]:
 
 
 def look(engine: infinity.Engine) -> dict[str, Any]:
+    with torch.device("meta"):  # a script's default device changes nothing
+        return _look(engine)
+
+
+def _look(engine: infinity.Engine) -> dict[str, Any]:
     return {
         name: {
             "master": values.safe_get_full_fp32_param(param),
@@ -150,7 +155,8 @@ def test_what_is_set_is_what_the_next_step_uses(stage) -> None:
                 noise = torch.randn(param.shape, generator=generator)
                 values.safe_set_full_fp32_param(parameters[name], noise)
                 values.safe_set_full_optimizer_state(parameters[name], noise.square(), "exp_avg_sq")
-                values.safe_set_local_optimizer_state(parameters[name], noise.flatten() / 2, "exp_avg")
+                with torch.device("meta"):
+                    values.safe_set_local_optimizer_state(parameters[name], noise.flatten() / 2, "exp_avg")
                 param.data.copy_(noise)
                 optimizer.state[param]["exp_avg_sq"].copy_(noise.square())
                 optimizer.state[param]["exp_avg"].copy_(noise / 2)
@@ -208,6 +214,8 @@ def test_what_cannot_be_answered_is_refused_by_name() -> None:
             values.safe_get_full_optimizer_state(param, "momentum")
         with pytest.raises(infinity.ConfigError, match=r"`mix\.weight` has 4096 elements, and the value 3"):
             values.safe_set_full_fp32_param(param, torch.ones(3))
+        with pytest.raises(infinity.ConfigError, match=r"`mix\.weight`: this rank's part has 4096 elements, not 3"):
+            values.safe_set_local_fp32_param(param, torch.ones(3))
         with infinity.zero.GatheredParameters(param), pytest.raises(infinity.InfinityError, match="is gathered; leave"):
             values.safe_set_full_fp32_param(param, torch.ones(4096))
         with pytest.raises(infinity.InfinityError, match="the parameter has no gradient"):

@@ -214,6 +214,16 @@ def test_overlapping_spans_get_rows_of_their_own(tmp_path) -> None:
     assert [(e["ts"], e["tid"] % 1000) for e in events if e["ph"] == "X"] == [(0.0, 0), (1e6, 1), (2e6, 0)]
 
 
+def test_a_full_disk_ends_the_recording_and_not_the_training(caplog) -> None:
+    timeline = Timeline(Path("/dev/full"), [], steps=2)
+    for start_s in range(3):
+        timeline.record(Lane.PREFETCH, "", Times(start_s, start_s, start_s + 1))
+        timeline.end_step()
+    timeline.close()
+    assert "/dev/full ends here: it cannot be written (No space left on device)" in caplog.text
+    Timeline(Path("/dev/full"), [], steps=2).close()
+
+
 def test_a_killed_process_leaves_a_file_that_can_be_read(tmp_path) -> None:
     path = tmp_path / "t.json"
     timeline = Timeline(path, [], steps=10)

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 import infinity
-from infinity.checkpoint import latest_tag
+from infinity.checkpoint import latest_tag, save
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
 from tests.checkpoint.common import make_engine, run
 
@@ -180,6 +180,14 @@ def test_another_number_of_micro_batches_starts_at_a_whole_step(saved_with, load
 
 
 # What is refused #
+
+
+def test_client_state_that_would_not_be_loaded_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(save, "MAX_BYTES", 1 << 20)  # a gigabyte takes long
+    told = r"are 2\.01 MiB, and .* loaded with 1\.00 MiB of them"
+    with make_engine(Placement()) as engine, pytest.raises(infinity.CheckpointError, match=told):
+        engine.save_checkpoint(tmp_path, client_state={"queue": torch.zeros(1 << 19)})
+    assert not list(tmp_path.iterdir())
 
 
 def test_client_state_with_code_is_refused(tmp_path) -> None:

@@ -164,6 +164,7 @@ def test_what_is_no_manifest_is_refused(text, saved) -> None:
         (lambda e: e["lr_scheduler"].update(base_lrs=[]), "another LR schedule than WarmupLR"),
         (lambda e: e["buffers"].update(mask=torch.zeros(1)), "buffer mask is one that the model has not"),
         (lambda e: e["rng"].update(torch=torch.zeros(3)), "no random state"),
+        (lambda e: e["rng"].update(torch=e["rng"]["torch"].float()), "no random state"),
     ],
 )
 def test_what_comes_with_the_tensors_is_checked_before_anything_changes(change, message, saved) -> None:

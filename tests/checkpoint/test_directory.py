@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 import infinity
-from infinity.checkpoint.directory import latest_tag, replacing, restore_interrupted
+from infinity.checkpoint.directory import latest_tag, locked, replacing, restore_interrupted
 from tests import prepared
 
 
@@ -90,3 +92,18 @@ def test_a_second_saver_is_refused_and_a_reader_leaves_it_alone(tmp_path) -> Non
             pass
         (tmp_path / ".tmp-old-tag").rename(tmp_path / "tag")
     assert (tmp_path / "tag" / "file").read_text() == "new"
+
+
+def test_a_child_does_not_keep_the_lock_of_a_save(tmp_path) -> None:
+    """As the workers of a data loader that is started while a checkpoint is written in the background."""
+    with locked(tmp_path) as alone:
+        assert alone
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        with locked(tmp_path) as alone:
+            assert alone
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

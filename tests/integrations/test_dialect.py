@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -296,8 +297,10 @@ def test_helpers(caplog) -> None:
     loader = data.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
     view = torch.arange(10.0)[2:4]
-    copied = data.clone_tensors_for_torch_save({"a": [view], "b": (3, "text")})
+    point = namedtuple("point", "x y")(view, 3)
+    copied = data.clone_tensors_for_torch_save({"a": [view], "b": (3, "text"), "c": point})
     assert copied["b"] == (3, "text")
+    assert type(copied["c"]) is tuple  # as in DeepSpeed
     assert copied["a"][0].untyped_storage().nbytes() == 8
     with caplog.at_level(logging.INFO, logger=logger.name):
         log_dist("seen", ranks=[0])

@@ -148,10 +148,16 @@ def test_persistent_buffers_come_with_the_weights(tmp_path) -> None:
     tensors = load_file(path / "model.safetensors")
     model, weights = pretrained_model(path)
     model.register_buffer("scale", torch.zeros(3))
-    save_file({**tensors, "scale": torch.arange(3.0)}, path / "model.safetensors", {"format": "pt"})
+    model.register_buffer("rates", torch.tensor([0.1]), persistent=False)
+    stored = {**tensors, "scale": torch.arange(3.0), "rates": torch.tensor([0.1]).bfloat16()}
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
     again = type(weights)(path, model)
     again.load_buffers(model)
     assert model.scale.tolist() == [0, 1, 2]
+    assert torch.equal(model.rates, torch.tensor([0.1]))  # as torch and transformers leave it
+    save_file({**stored, "scale": torch.zeros(1)}, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(infinity.ConfigError, match=r"has scale in shape \(1,\); the model has \(3,\)"):
+        type(weights)(path, model)
 
 
 def test_the_command_line_trains_from_a_directory(tmp_path, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -73,7 +74,8 @@ def test_small_helpers(tmp_path) -> None:
     assert helpers.get_only_unique_item([4, 4]) == 4
     with pytest.raises(infinity.ConfigError, match="2 different"):
         helpers.get_only_unique_item([4, 5])
-    nested = {"a": [torch.zeros(2), (torch.zeros(1), "b")]}
+    pair = namedtuple("pair", "first second")
+    nested = {"a": [torch.zeros(2), pair(torch.zeros(1), "b")]}
     assert helpers.get_tensor_bytes(nested) == 12
     moved = helpers.move_to_device(nested, "meta")
     assert moved["a"][0].is_meta

@@ -192,6 +192,7 @@ def test_groups_without_experts_are_left_as_they_are() -> None:
 
 def test_versions_of_torch_and_memory_in_words(caplog) -> None:
     assert logs.required_torch_version(min_version=1.8)
+    assert logs.required_torch_version(min_version=2)
     assert not logs.required_torch_version(max_version=1.13)
     assert not logs.required_torch_version(min_version=99.1)
     with pytest.raises(ConfigError, match="give min_version"):

@@ -21,6 +21,7 @@ from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.io import IoEngine, IoFuture, IoOptions, Priority, Span, open_engine, probe_backends
 from infinity.io.native import NativeEngine
 from infinity.memory import Arena, Lease
+from infinity.memory.mapping import make_mapping
 from tests import prepared
 
 MIB = 1 << 20
@@ -342,6 +343,17 @@ def test_a_result_can_be_waited_for_with_a_timeout(engine, arena, tmp_path) -> N
         except TimeoutError:
             assert future.result() == 32 * MIB
     file.close()
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_a_block_may_have_more_bytes_than_32_bits_count(backend) -> None:
+    memory = make_mapping(4 << 30, 4096)
+    memory.open()
+    engine = open_engine(IoOptions(block_size_bytes=4 << 30), backend)
+    file = engine.open("/dev/null")  # which takes them without reading them
+    assert engine.write(file, 0, Span(memory.address, memory.nbytes, memory)).result() == 4 << 30
+    file.close()
+    engine.close()
 
 
 def test_a_forked_child_gets_an_error_and_no_hang(engine, arena, tmp_path) -> None:

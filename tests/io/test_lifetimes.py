@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import gc
 import os
 import signal
 import threading
@@ -15,6 +17,7 @@ import torch
 
 from infinity.errors import ConfigError, InfinityError, StorageError
 from infinity.io import IoOptions, Span, open_engine, probe_backends
+from infinity.io.aiofiles_engine import AiofilesEngine
 from infinity.io.native import NativeEngine
 from infinity.memory import Arena
 from tests import prepared
@@ -31,9 +34,16 @@ def arena() -> Arena:
     return Arena(64 * MIB)
 
 
-def open_descriptors(path: Path) -> int:
-    links = Path("/proc/self/fd").iterdir()
-    return sum(1 for link in links if link.is_symlink() and str(link.readlink()).startswith(str(path)))
+def is_open(path: Path) -> bool:
+    """Whether a process, or a ring of one, has the file open: no lease on it is granted then."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -49,7 +59,10 @@ def test_a_closed_file_finishes_its_requests_and_takes_no_more(backend, arena, t
         assert refused.value.errno == errno.EBADF
         assert future.result() == 16 * MIB
         assert (tmp_path / "f").read_bytes() == bytes(lease.tensor(torch.uint8).numpy())
-    assert open_descriptors(tmp_path / "f") == 0  # although the future is still here
+    deadline = time.monotonic() + 20
+    while is_open(tmp_path / "f"):  # although the future is still here
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     engine.close()
 
 
@@ -87,7 +100,7 @@ def test_a_request_that_races_with_close_is_finished_or_refused(backend, arena, 
 
 
 def in_forked_child(action: Callable[[], object]) -> int:
-    """0 if `action` is refused as belonging to the parent; 99 if it hangs."""
+    """0 if `action` is refused as belonging to the parent; 1 if it passes; 99 if it hangs."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -117,6 +130,40 @@ def test_a_forked_child_cannot_wait_for_its_parents_request(backend, arena, tmp_
         assert in_forked_child(futures[-1].result) == 0
         assert [future.result() for future in futures] == [8 * MIB] * 4
     file.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forked_child_can_drop_its_parents_engine(backend, arena, tmp_path) -> None:
+    engine = open_engine(IoOptions(), backend)
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+
+    def drop() -> None:
+        nonlocal engine, file
+        del engine, file
+        gc.collect()
+
+    with arena.lease(MIB) as lease:
+        assert engine.write(file, 0, lease.span()).result() == MIB
+        assert in_forked_child(drop) == 1
+        assert engine.write(file, 0, lease.span()).result() == MIB  # the parent goes on
+    file.close()
+    engine.close()
+
+
+def test_a_file_that_another_thread_closes_meanwhile_is_refused(arena, tmp_path) -> None:
+    engine = AiofilesEngine(IoOptions())
+    file = engine.open(tmp_path / "f", create=True, size_bytes=4096)
+    opened = file.opened
+    file.close()
+    file.opened = opened  # as a thread sees it that looked before
+    with (
+        (tmp_path / "other").open("wb"),  # which may have the descriptor's number
+        arena.lease(4096) as lease,
+        pytest.raises(StorageError, match="the file is closed"),
+    ):
+        engine.write(file, 0, lease.span()).result()
+    assert (tmp_path / "other").read_bytes() == b""
     engine.close()
 
 
@@ -214,6 +261,7 @@ _INTERRUPTED = """
 import sys
 sys.path.insert(0, {root!r})
 from infinity.io import IoOptions
+from infinity.io.aiofiles_engine import AiofilesEngine
 from infinity.io.native import NativeEngine
 from infinity.memory import Arena
 arena = Arena(1 << 20)

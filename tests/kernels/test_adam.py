@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infinity import kernels
-from infinity.kernels import Hyper, adam_fp32, adam_split, join_master, split_master
+from infinity.kernels import Hyper, Moment, join_master, split_master, update
 from tests.kernels.data import CHUNK, HYPER, bits, same_bits, shifted, wild
 
 GRAD_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -31,7 +31,8 @@ def make_state(numel: int, split: bool) -> State:
 
 
 def run(state: State, grad: torch.Tensor, hyper: Hyper) -> None:
-    (adam_split if "low_bits" in state else adam_fp32)(*state.values(), grad, hyper)
+    moments = {"first": Moment(state["exp_avg"]), "second": Moment(state["exp_avg_sq"])}
+    update(hyper, state["param"], grad, master=state.get("low_bits"), **moments)
 
 
 def updated(state: State, grad: torch.Tensor, hyper: Hyper, place: Callable[[torch.Tensor], torch.Tensor]) -> State:
@@ -113,13 +114,14 @@ def test_a_hundred_steps_follow_torch(
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     optimizer = kind([reference], lr=lr, betas=betas, weight_decay=weight_decay, fused=fused, foreach=not fused)
     exp_avg, exp_avg_sq, largest = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)
+    state = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     for step in range(1, 101):
         grad = wild(numel, 100 + step)
         largest = torch.maximum(largest, grad.abs())
         reference.grad = grad.clone()
         optimizer.step()
         hyper = Hyper(lr, *betas, 1e-8, weight_decay, step, decoupled)
-        adam_fp32(param, exp_avg, exp_avg_sq, grad, hyper)
+        run(state, grad, hyper)
     # Where terms of opposite sign cancel, a result is only as exact as the terms: steps of up to `lr` for a parameter
     # (a hundred of them; the bound is a ten-millionth of the way), the largest gradient for a moment.
     moments = optimizer.state[reference]
@@ -130,21 +132,19 @@ def test_a_hundred_steps_follow_torch(
 
 def test_split_equals_fp32_over_a_thousand_steps() -> None:
     numel = 3000
-    master = wild(numel, 1)
-    param, low_bits = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
-    split_master(master, param, low_bits)
-    moments = [[torch.zeros(numel), torch.zeros(numel)] for _ in range(2)]
+    whole, parts = make_state(numel, split=False), make_state(numel, split=True)
+    for state in (whole, parts):
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
     joined = torch.empty(numel)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 1001):
         grad = torch.randn(numel, generator=generator).bfloat16()
         hyper = dataclasses.replace(HYPER, step=step)
-        adam_fp32(master, *moments[0], grad, hyper)
-        adam_split(param, low_bits, *moments[1], grad, hyper)
-    join_master(param, low_bits, joined)
-    assert same_bits(joined, master)
-    assert same_bits(moments[0][0], moments[1][0])
-    assert same_bits(moments[0][1], moments[1][1])
+        run(whole, grad, hyper)
+        run(parts, grad, hyper)
+    join_master(parts["param"], parts["low_bits"], joined)
+    assert_same(whole, parts | {"param": joined}, "split")
 
 
 def test_grad_scale_multiplies_the_gradient() -> None:
@@ -188,7 +188,7 @@ def test_a_tensor_that_does_not_fit_is_named(name: str, broken: torch.Tensor) ->
     tensors = {key: torch.zeros(8) for key in ("param", "exp_avg", "exp_avg_sq", "grad")}
     tensors[name] = broken
     with pytest.raises(ValueError, match=f"^{name} "):
-        adam_fp32(**tensors, hyper=HYPER)
+        run(tensors, tensors["grad"], HYPER)
 
 
 def test_the_environment_chooses_the_instruction_set() -> None:
@@ -202,5 +202,5 @@ def test_the_environment_chooses_the_instruction_set() -> None:
 
 def test_an_empty_tensor_is_fine() -> None:
     empty = torch.empty(0)
-    adam_fp32(empty, empty, empty, empty, HYPER)
+    run({"param": empty, "exp_avg": empty, "exp_avg_sq": empty}, empty, HYPER)
     assert bits(empty).numel() == 0

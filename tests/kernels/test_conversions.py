@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity import kernels
-from infinity.kernels import grad_store, join_master, split_master
+from infinity.kernels import grad_stats, grad_store, join_master, split_master
 from tests.kernels.data import CHUNK, same_bits, wild
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -144,3 +144,9 @@ def test_a_wrong_tensor_is_named() -> None:
         grad_store(torch.zeros(4), torch.zeros(3), accumulate=False)
     with pytest.raises(ValueError, match=r"^low_bits is torch\.int32"):
         split_master(torch.zeros(4), torch.zeros(4).bfloat16(), torch.zeros(4, dtype=torch.int32))
+
+
+def test_gradients_are_measured_whatever_the_default_device() -> None:
+    values = wild(100, 5)
+    with torch.device("meta"):  # as "cuda", which is not everywhere
+        assert grad_stats(values).sum_sq == pytest.approx(values.double().square().sum().item())

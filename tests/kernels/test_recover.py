@@ -20,6 +20,7 @@ from infinity.kernels import (
     split_master,
     update,
 )
+from infinity.memory.mapping import make_mapping, tensor_at
 from tests.kernels.data import CHUNK, HYPER, same_bits, wild
 
 NARROW = [torch.bfloat16, torch.float16]
@@ -311,3 +312,12 @@ def test_what_cannot_be_recovered_is_refused() -> None:
         )
     with pytest.raises(ValueError, match="before has"):
         recover_grad(HYPER, torch.zeros(3), torch.zeros(4), torch.zeros(4).bfloat16())
+
+
+def test_more_elements_than_positions_count_are_refused() -> None:
+    numel = (1 << 32) + 1
+    memory = make_mapping(4 * numel, 4096)  # of which nothing is read
+    wide = tensor_at(memory.address, 4 * numel, memory).view(torch.float32)
+    narrow = wide.view(torch.bfloat16)[:numel]
+    with pytest.raises(ValueError, match="no gradient can be told"):
+        update(HYPER, wide, narrow, first=Moment(wide), second=Moment(wide), recoverably=True)

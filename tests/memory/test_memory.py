@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from infinity.errors import CapacityError, InfinityError
 from infinity.memory import Arena, Budget, Ledger, SparePages, StableBuffer
 from infinity.memory.arena import LEASE_ALIGN_BYTES, FreeList
-from infinity.memory.mapping import _PlainMapping
+from infinity.memory.mapping import _PlainMapping, make_mapping
 from tests import prepared
 
 MIB = 1 << 20
@@ -153,6 +153,12 @@ print("value", tensor[3].item())
     done = prepared.run(["-c", script], timeout=60)
     assert done.returncode < 0, "no signal ended it"
     assert "value" not in done.stdout
+
+
+@pytest.mark.parametrize("nbytes", [2**64 - 1, 2**64 - 4096])
+def test_more_memory_than_there_are_addresses_is_refused(nbytes) -> None:
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        make_mapping(nbytes, 2 << 20)
 
 
 def test_the_plain_mapping_serves_without_the_extension() -> None:

@@ -32,8 +32,8 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
         return item.detach().to(device, copy=True)
     if isinstance(item, Mapping):
         return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())  # type: ignore[call-arg]
-    if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    if isinstance(item, (list, tuple)):  # a named tuple becomes a plain one, as in DeepSpeed
+        return (list if isinstance(item, list) else tuple)(clone_tensors_for_torch_save(each, device) for each in item)
     return item
 
 

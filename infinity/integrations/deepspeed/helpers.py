@@ -56,8 +56,8 @@ def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 def _mapped(item: Any, criterion: Callable[[Any], bool] | None, move: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(item, torch.Tensor) and (criterion is None or criterion(item)):
         return move(item)
-    if isinstance(item, (list, tuple)):
-        return type(item)(_mapped(value, criterion, move) for value in item)
+    if isinstance(item, (list, tuple)):  # a named tuple becomes a plain one, as in DeepSpeed
+        return (list if isinstance(item, list) else tuple)(_mapped(value, criterion, move) for value in item)
     if isinstance(item, Mapping):
         return {key: _mapped(value, criterion, move) for key, value in item.items()}
     return item

@@ -162,7 +162,7 @@ def part_of_built(param: nn.Parameter) -> LiveView:
         alive = reference()
         if alive is None:
             raise InfinityError("param.ds_tensor: the parameter is gone")
-        values = torch.zeros(numel * size, dtype=alive.dtype)
+        values = torch.zeros(numel * size, dtype=alive.dtype, device="cpu")
         values[: alive.numel()] = alive.detach().flatten().cpu()
         if source is not None:
             join_ranks().broadcast(values, source)

@@ -77,5 +77,5 @@ def required_torch_version(min_version: float | None = None, max_version: float 
 
 
 def _version(text: str) -> tuple[int, int]:
-    major, minor, *_ = text.split(".")
+    major, minor, *_ = [*text.split("."), "0"]
     return int(major), int(minor)

@@ -47,16 +47,16 @@ class _Found:
 
     def spread(self, value: torch.Tensor) -> torch.Tensor:
         """The inverse of `local`; of several ranks that have the same part, the first one's counts."""
-        mine = torch.zeros(self.place.slot.numel, dtype=torch.float32)
-        start = 0
-        for part in self.runtime.partition.parts(self.place.unit, of=self.place.slot):
-            stop = start + part.stop - part.start
-            mine[part.param] = value.reshape(-1)[start:stop].float().cpu()
+        parts = list(self.runtime.partition.parts(self.place.unit, of=self.place.slot))
+        numels = [part.stop - part.start for part in parts]
+        if sum(numels) != value.numel():
+            name = self.place.slot.name
+            raise ConfigError(f"`{name}`: this rank's part has {sum(numels)} elements, not {value.numel()}")
+        mine = torch.zeros(self.place.slot.numel, dtype=torch.float32, device="cpu")
+        for part, own in zip(parts, value.reshape(-1).split(numels), strict=True):
+            mine[part.param] = own.float().cpu()
             if self.runtime.sizing.rules.params.gathers:
                 self.runtime.groups.replicas.broadcast(mine[part.param])
-            start = stop
-        if start != value.numel():
-            raise ConfigError(f"`{self.place.slot.name}`: this rank's part has {start} elements, not {value.numel()}")
         return mine
 
 
@@ -103,7 +103,7 @@ def _master(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
 def _float32(found: _Found) -> torch.Tensor:
     """This rank's part of the master, or of the values of a parameter that is not trained, in a flat tensor."""
     runtime, place = found.runtime, found.place
-    mine = torch.zeros(place.slot.numel, dtype=torch.float32)
+    mine = torch.zeros(place.slot.numel, dtype=torch.float32, device="cpu")
     with runtime.executor.resident(place.unit.index) as flat:
         if place.slot.trainable:
             for part, states in _parts(found, writable=False):
@@ -194,7 +194,7 @@ def _moment(param: nn.Parameter, key: str, what: str, give: Whole) -> torch.Tens
     if found is None or not found.place.slot.trainable:
         return None
     layout, name = found.runtime.layout, _moment_name(found, key)
-    mine = torch.zeros(found.place.slot.numel, dtype=torch.float32)
+    mine = torch.zeros(found.place.slot.numel, dtype=torch.float32, device="cpu")
     for part, states in _parts(found, writable=False):
         moment = layout.moment(states, name)
         assert moment is not None
@@ -268,7 +268,7 @@ def _gradient(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | Non
     if held is None:
         return None
     found, buffer = held
-    mine = torch.zeros(found.place.slot.numel, dtype=torch.float32)
+    mine = torch.zeros(found.place.slot.numel, dtype=torch.float32, device="cpu")
     for part in found.runtime.partition.parts(found.place.unit, of=found.place.slot):
         mine[part.param] = buffer[part.shard].float() / found.engine.optimizer.loss_scaler.value
     return give(found, mine)
