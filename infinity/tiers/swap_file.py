@@ -155,6 +155,8 @@ def _remove_own(place: _Place, descriptor: int) -> None:
     # Every action runs even if one fails, and no error is raised: reads and writes report a drive that has died.
     if not place.kept:
         _attempt(place.unlink, place.path)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for descriptors that children have inherited
     _attempt(lambda: os.close(descriptor), place.path)
     _attempt(lambda: os.close(place.directory), place.path)
 

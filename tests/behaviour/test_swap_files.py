@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.tiers.swap_file import adopt_owned, create_owned
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
 from tests.prepared import Child, run
 
@@ -236,3 +237,18 @@ space.close()
 """
     run(["-c", script], check=True, timeout=60)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_child_does_not_keep_the_lock_of_kept_states(tmp_path) -> None:
+    """As the workers of a data loader, which outlive an engine with tiering.crash_consistent."""
+    kept = create_owned(tmp_path, 0, 4096)
+    kept.keep("kept")
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        kept.remove()
+        adopt_owned(tmp_path, "kept", 4096, 4096).remove()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
