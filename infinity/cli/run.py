@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.auto_values import auto_problem
 from infinity.integrations.deepspeed.installation import FOLDER
 
 # Files, not -m, which looks in the working directory first.
@@ -122,7 +123,7 @@ def _check_launcher(args: argparse.Namespace) -> None:
 
 
 def _left_auto(arguments: Sequence[str]) -> str:
-    """What is wrong with a configuration that accelerate reads: it knows no value for infinity's keys; or nothing."""
+    """Why accelerate refuses the configuration that a command line gives it; nothing if it does not."""
     for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
         name, assigned, inline = option.partition("=")
         if name not in _OF_ACCELERATE:
@@ -132,13 +133,9 @@ def _left_auto(arguments: Sequence[str]) -> str:
             content = json.loads(Path(file).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # no file, or one that the script is to refuse
             continue
-        section = content.get("tiering") if isinstance(content, dict) else None
-        keys = [key for key, given in section.items() if given == "auto"] if isinstance(section, dict) else []
-        if keys:
-            return (
-                f'tiering.{keys[0]} is "auto" in {file}: transformers\' Trainer and accelerate have no value for this '
-                "key, and refuse the file. Leave the key out, which means the same"
-            )
+        problem = auto_problem(content, file)
+        if problem:
+            return problem
     return ""
 
 

@@ -277,6 +277,23 @@ def test_ranks_that_accelerate_does_not_count_are_refused_before_a_model_is_read
     assert "Start one rank (--ranks 1), or name the backend in the script" in refused.stderr
 
 
+def test_a_value_that_accelerate_would_refuse_is_named_when_a_model_is_read(tmp_path) -> None:
+    pytest.importorskip("accelerate")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import deepspeed\n"
+        "from transformers import TrainingArguments\n"
+        "from transformers.integrations.deepspeed import deepspeed_config\n"
+        "config = {'zero_optimization': {'stage': 3}, 'tiering': {'host_memory': 'auto'}}\n"
+        "deepspeed.zero.Init(config_dict_or_path=dict(config))  # infinity's own\n"
+        "arguments = TrainingArguments(output_dir='.', report_to=[], deepspeed=config)\n"
+        "deepspeed.zero.Init(config_dict_or_path=deepspeed_config())  # as from_pretrained does\n"
+        "raise SystemExit('was not refused')\n"
+    )
+    refused = script(program, where=tmp_path)
+    assert 'tiering.host_memory is "auto" in the configuration: transformers\' Trainer' in refused.stderr
+
+
 def test_what_transformers_own_tests_do_with_deepspeed(tmp_path) -> None:
     """The cases are in trainer_combinations.py, and say which of them failed."""
     pytest.importorskip("accelerate")
