@@ -41,7 +41,7 @@ class StorageError(InfinityError, OSError):
     Attributes:
         errno: the operating system's error number.
         filename: path of the file or directory.
-        offset: byte offset of the request that failed; None if it was not for bytes of a file.
+        offset: byte offset of the request that failed; None for a directory.
     """
 
     def __init__(self, errno: int, message: str, path: str, offset: int | None) -> None:
