@@ -41,12 +41,13 @@ class StorageError(InfinityError, OSError):
     Attributes:
         errno: the operating system's error number.
         filename: path of the file or directory.
-        offset: byte offset of the request that failed.
+        offset: byte offset of the request that failed; None for a directory.
     """
 
-    def __init__(self, errno: int, message: str, path: str, offset: int) -> None:
+    def __init__(self, errno: int, message: str, path: str, offset: int | None) -> None:
         OSError.__init__(self, errno, message, path)
         self.offset = offset
 
     def __str__(self) -> str:
-        return f"[Errno {self.errno}] {self.strerror}: {self.filename!r} at offset {self.offset}"
+        where = "" if self.offset is None else f" at offset {self.offset}"
+        return f"[Errno {self.errno}] {self.strerror}: {self.filename!r}{where}"

@@ -30,8 +30,10 @@ def run(args: argparse.Namespace) -> int:
     path = Path(sysconfig.get_path("purelib"), NAME)
     try:
         if args.remove:
+            was_there = path.exists()
             path.unlink(missing_ok=True)
-            print(f"removed {path}: `import deepspeed` is what is installed, if anything")
+            done = f"removed {path}" if was_there else f"there is no {path}"
+            print(f"{done}: `import deepspeed` is what is installed, if anything")
             return 0
         _check_no_deepspeed()
         path.write_text(f"{FOLDER}\n")  # Python adds the lines of such files to its path

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.auto_values import auto_problem
 from infinity.integrations.deepspeed.installation import FOLDER
 
-_COMMAND = Path(__file__).parent / "launch" / "command.py"  # not -m, which looks in the working directory first
+# Files, not -m, which looks in the working directory first.
+_COMMAND, _TORCHRUN = (Path(__file__).parent / "launch" / name for name in ("command.py", "torchrun.py"))
 
 # Of DeepSpeed's launcher, which reaches other machines by ssh.
 _DEEPSPEEDS = ("--hostfile", "--include", "--exclude", "--launcher")
 
 _COMMANDS = ("train", "profile")  # that several ranks run together
+_OF_ACCELERATE = ("--deepspeed", "--deepspeed_config_file")  # options whose file transformers and accelerate read
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -78,16 +84,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Replace this process by torchrun, or by accelerate, which starts torchrun itself."""
     _check_launcher(args)
+    by_accelerate = args.script == "accelerate" and not args.is_module and not Path(args.script).is_file()
+    problem = _left_auto(args.arguments)
+    if problem and by_accelerate:
+        raise ConfigError(problem)
+    if problem:  # the script may read the file itself
+        print(f"warning: {problem}", file=sys.stderr)
     environment = dict(os.environ)
     if not args.no_deepspeed:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER), environment.get("PYTHONPATH")]))
     sys.stdout.flush()
-    if args.script == "accelerate" and not args.is_module and not Path(args.script).is_file():
+    if by_accelerate:
         os.execve(sys.executable, [sys.executable, *_accelerate(args)], environment)
     ranks = args.ranks if args.ranks is not None else _gpus() or 1
     if ranks < 1:
         raise ConfigError(f"--ranks is {ranks}; it must be at least 1")
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *_meeting(args)]
+    command = [sys.executable, str(_TORCHRUN), f"--nproc-per-node={ranks}", *_meeting(args)]
     command += [*_endings(args), *_binding(args), *_target(args)]
     # torchrun would give each rank one thread, and the optimizer runs on the processor.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -110,6 +122,23 @@ def _check_launcher(args: argparse.Namespace) -> None:
             )
 
 
+def _left_auto(arguments: Sequence[str]) -> str:
+    """Why accelerate refuses the configuration that a command line gives it; nothing if it does not."""
+    for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, assigned, inline = option.partition("=")
+        if name not in _OF_ACCELERATE:
+            continue
+        file = inline if assigned else value
+        try:
+            content = json.loads(Path(file).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # no file, or one that the script is to refuse
+            continue
+        problem = auto_problem(content, file)
+        if problem:
+            return problem
+    return ""
+
+
 def _meeting(args: argparse.Namespace) -> list[str]:
     """Where the processes meet, as torchrun's options.
 
@@ -121,8 +150,9 @@ def _meeting(args: argparse.Namespace) -> list[str]:
     if args.master_port is not None and not 0 < args.master_port < 1 << 16:
         raise ConfigError(f"--master-port is {args.master_port}; it must be a port, 1 to 65535")
     if args.nodes == 1:
-        if args.address is not None or args.node_rank is not None:
-            raise ConfigError("--address and --node-rank are for several machines: give --nodes, too")
+        for option, value in (("--address", args.address), ("--node-rank", args.node_rank)):
+            if value is not None and value not in _THIS_MACHINE:
+                raise ConfigError(f"{option} is {value}, which is for several machines: give --nodes, or leave it out")
         if args.master_port is not None:
             return ["--master-addr=127.0.0.1", f"--master-port={args.master_port}"]
         return ["--standalone"]

@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--data",
         type=path_argument,
         nargs="+",
-        help="text files or directories (default: Python's own library); or .jsonl files, or JSON files of one list, "
+        help="text files or directories (default: Python's own library); or .jsonl or .json files "
         "whose records have `text`, `messages`, `conversations` (ShareGPT), `instruction` and `output` (Alpaca), or "
         "`prompt` and `completion`",
     )

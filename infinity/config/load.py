@@ -259,4 +259,5 @@ def _first_problem(error: ValidationError) -> str:
     if problem["type"] in ("model_type", "dict_type"):
         return f"{path} is {shown(problem['input'])}; {_AN_OBJECT}"
     demand = problem["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-    return f"{path} is {shown(problem['input'])}; {demand}"
+    value = shown(problem["input"])
+    return f"{path}: {demand}" if demand.startswith(value) else f"{path} is {value}; {demand}"

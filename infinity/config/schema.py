@@ -6,6 +6,7 @@ field is honoured; what changes nothing here, or is refused, is listed in keys.p
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -170,9 +171,11 @@ class AioSection(Section):
 
 
 def _drives(value: Any) -> Any:
-    """A list is expected, and one path is what people write."""
+    """A list is expected, and one path or one drive is what people write."""
     if isinstance(value, str):
         raise ValueError(f'write a list of drives: [{{"path": "{value}"}}]')
+    if isinstance(value, dict) and value:
+        raise ValueError(f"write a list of drives: [{json.dumps(value, default=str)}]")
     if isinstance(value, list | tuple) and value and all(isinstance(drive, str) for drive in value):
         written = ", ".join(f'{{"path": "{drive}"}}' for drive in value)
         raise ValueError(f"write a list of objects: [{written}]")

@@ -41,9 +41,9 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False, lastin
         reason = error.strerror or str(error)
         raise StorageError(
             error.errno or errno.EIO,
-            f"cannot use this {kind} ({reason}{'; it is made where it is missing' if make else ''})",
+            f"cannot use this {kind}{', nor create it' if make else ''} ({reason})",
             str(path),
-            0,
+            None,
         ) from error
     try:
         problem = _renaming(os.fstat(descriptor), lasting=lasting)
@@ -55,7 +55,7 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False, lastin
                     "chmod o-w" if "everybody" in problem else "chown it, chmod g-w it"
                 ),
                 str(path),
-                0,
+                None,
             )
     except BaseException:
         os.close(descriptor)

@@ -124,6 +124,9 @@ class Monitor:
                 _log.warning("closing %s failed: %s", writer, error)
 
 
+_ADVICE = {"wandb": " (with WANDB_MODE=offline in the environment, it needs no account and no network)"}
+
+
 class _Writer(ABC):
     """One place for events."""
 
@@ -138,7 +141,8 @@ def _made(kind: Any, section: str, config: Any) -> _Writer:
     try:
         writer: _Writer = kind(config)
     except Exception as error:
-        raise ConfigError(f"{section}.enabled is true but it cannot be opened: {error}") from error
+        problem = f"{section}.enabled is true, but {section} cannot be opened: {error}"
+        raise ConfigError(f"{problem}{_ADVICE.get(section, '')}") from error
     return writer
 
 

@@ -65,7 +65,7 @@ def swap_directory(directory: Path, wanted: str, *, lasting: bool = False) -> It
             names = sorted(entry.name for entry in entries)
         yield descriptor, names
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot look for {wanted}", str(directory), 0) from error
+        raise StorageError(error.errno or errno.EIO, f"cannot look for {wanted}", str(directory), None) from error
     finally:
         os.close(descriptor)
 
@@ -189,7 +189,7 @@ def create_owned(directory: Path, rank: int, nbytes: int, name: str | None = Non
         os.close(place.directory)
         if not isinstance(error, OSError):
             raise
-        raise StorageError(error.errno or errno.EIO, "cannot create a swap file here", str(directory), 0) from error
+        raise StorageError(error.errno or errno.EIO, "cannot create a swap file here", str(directory), None) from error
     _reserve(owned, directory, nbytes)
     return owned
 

@@ -119,7 +119,7 @@ def test_a_path_with_a_null_character_is_refused() -> None:
             "optimizer.params.lr", 10**5000, "number of more than 300 digits", id="optimizer.params.lr-endless"
         ),
         ("aio.intra_op_parallelism", 1e9, "less than or equal to 1024"),
-        ("tiering.host_memory", "inf", "is not a size"),
+        ("tiering.host_memory", "inf", ": 'inf' is not a size; write bytes"),
         ("tiering.host_memory", "1e400", "more than any machine has"),
         ("tiering.host_memory", -1, "is not a size"),
         ("tiering.host_memory", float("nan"), "is not a size"),

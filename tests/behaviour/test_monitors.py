@@ -167,6 +167,15 @@ def test_weights_and_biases_has_a_run_of_the_engine_or_the_scripts_own(wandb) ->
     assert not wandb.run.finished
 
 
+def test_without_an_account_the_offline_mode_is_named(wandb) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("No API key configured")
+
+    wandb.init = init
+    with pytest.raises(infinity.ConfigError, match=r"wandb cannot be opened: No API key .*WANDB_MODE=offline"):
+        infinity.initialize(model=Heads(), config=CONFIG | {"wandb": {"enabled": True}})
+
+
 def test_a_writer_that_fails_is_left_out_and_training_goes_on(wandb, tmp_path, caplog) -> None:
     with engine_of(**in_csv(tmp_path), wandb={"enabled": True}) as engine:
         train(engine)
@@ -189,7 +198,9 @@ def test_what_is_missing_or_cannot_be_opened_is_refused_before_anything_is_train
         assert model.mix.weight.isfinite().all()
     (tmp_path / "file").touch()
     model = Heads()
-    with pytest.raises(infinity.ConfigError, match=r"csv_monitor.enabled is true but it cannot be opened: .*file"):
+    with pytest.raises(
+        infinity.ConfigError, match=r"csv_monitor.enabled is true, but csv_monitor cannot be opened: .*file"
+    ):
         infinity.initialize(model=model, config=CONFIG | in_csv(tmp_path / "file"))
     infinity.initialize(model=model, config=CONFIG)[0].close()  # nobody has it
     with pytest.raises(infinity.ConfigError, match=r"tensorboard.job_name is ''; it must be a path"):
@@ -226,4 +237,4 @@ def test_rank_0_writes_for_all(tmp_path) -> None:
     assert not (tmp_path / "1").exists()
     assert not (tmp_path / "nothing").exists()
     for message in messages:
-        assert message.startswith("rank 0: csv_monitor.enabled is true but it cannot be opened")
+        assert message.startswith("rank 0: csv_monitor.enabled is true, but csv_monitor cannot be opened")

@@ -31,8 +31,11 @@ def test_deepspeed_is_infinity_where_it_is_installed(environment, capsys) -> Non
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split()[1] == "0.19.8+infinity"
     assert main(["install-deepspeed-shim"]) == 0, "twice is once"
-    assert main(["install-deepspeed-shim", "--remove"]) == 0
-    assert list(environment.iterdir()) == []
+    capsys.readouterr()
+    for done in ("removed", "there is no"):
+        assert main(["install-deepspeed-shim", "--remove"]) == 0
+        assert capsys.readouterr().out.startswith(f"{done} {environment}")
+        assert list(environment.iterdir()) == []
 
 
 def test_beside_deepspeed_itself_it_is_refused(environment, tmp_path_factory, monkeypatch, capsys) -> None:

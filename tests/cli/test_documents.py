@@ -173,7 +173,25 @@ def test_a_list_of_records_is_read_one_at_a_time(tmp_path, monkeypatch) -> None:
     path.write_text('[{"texts": "a"}]')
     with pytest.raises(ConfigError, match=r"x.json, record 1 must be an object with .* it has `texts`"):
         list(read_documents([path], None))
-    path.write_text('{"a": 1}')
+
+
+def test_a_json_file_of_lines_is_never_taken_for_text(tmp_path) -> None:
+    path = tmp_path / "x.json"
+    record = {"prompt": "x", "completion": "y"}
+    for mark in ("", "\ufeff"):  # some editors begin UTF-8 with a mark
+        for content in (f"{json.dumps(record)}\n{json.dumps(record)}\n", json.dumps([record, record], indent=2)):
+            path.write_text(mark + content)
+            assert holds_records(path)
+            documents = list(read_documents([path], None))
+            assert [(bytes(document.ids), document.learned) for document in documents] == [(b"xy", [False, True])] * 2
+    path.write_text(json.dumps({"data": [record]}))
+    assert holds_records(path)
+    with pytest.raises(ConfigError, match=r"x.json:1 must be an object with one of these: .* it has `data`"):
+        list(read_documents([path], None))
+    path.write_text(json.dumps({"data": [record]}, indent=2))
+    with pytest.raises(ConfigError, match=r"x.json:1 is no JSON: .*; give one list of records, or one record a line"):
+        list(read_documents([path], None))
+    path.write_text("[1, 2]")
     assert not holds_records(path)
 
 
@@ -373,7 +391,7 @@ def test_options_that_cannot_work_are_refused(more, message, workspace, capsys) 
 def test_documents_and_plain_text_do_not_mix(workspace, capsys) -> None:
     path = write(workspace / "a.jsonl", {"text": "x"})
     assert main(train_arguments(workspace, "--steps", "1", "--data", str(path), str(workspace / "text.txt"))) == 2
-    assert "give either records (.jsonl files, or JSON files of one list) or plain text" in capsys.readouterr().err
+    assert "a file of records, and" in capsys.readouterr().err
 
 
 class Counted:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +51,23 @@ def test_two_ranks_train_as_one_process_with_twice_the_micro_batches(workspace, 
 
 def test_an_error_is_told_and_ends_all_ranks(workspace) -> None:
     ended = run("--ranks", "2", *train_arguments(workspace, "--steps", "2", "--seq-len", "100000"))
-    assert ended.returncode != 0
+    assert ended.returncode == 2
     assert "--seq-len is 100000" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert re.search(r"infinity run: rank [01] ended with exit code 2; what it printed is above\n$", ended.stderr)
+
+
+def test_the_rank_that_was_killed_is_named_and_not_those_that_were_ended_for_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(100)\n"
+    )
+    ended = run("--ranks", "2", str(script))
+    assert ended.returncode == 128 + signal.SIGKILL
+    assert ended.stderr.endswith("infinity run: rank 1 ended with signal 9 (SIGKILL); what it printed is above\n")
 
 
 def test_every_rank_gets_its_share_of_the_cores(tmp_path: Path) -> None:
@@ -72,7 +90,8 @@ def test_every_rank_gets_its_share_of_the_cores(tmp_path: Path) -> None:
         (["nowhere.py"], "nowhere.py is no file"),
         (["--nodes", "2", "train"], "give --address"),
         (["--nodes", "2", "--address", "first", "train"], "give --node-rank"),
-        (["--address", "first", "train"], "give --nodes"),
+        (["--address", "first", "train"], "--address is first, which is for several machines: give --nodes"),
+        (["--node_rank", "0", "train"], "--node-rank is 0, which is for several machines: give --nodes"),
         (["--master_port", "0", "train"], "--master-port is 0"),
         (["--num_nodes", "2", "--node_rank", "0", "--master_addr", "a:1", "--master_port", "2", "train"], "give one"),
         (["--hostfile", "hosts", "train"], "--hostfile hosts is an option of DeepSpeed's launcher"),
@@ -90,6 +109,7 @@ def test_what_cannot_run_is_refused(arguments, message, capsys, monkeypatch) -> 
     ("options", "started"),
     [
         (["--master_port", "1234"], ["--master-addr=127.0.0.1", "--master-port=1234"]),
+        (["--master_addr", "localhost", "--master_port", "1234"], ["--master-addr=127.0.0.1", "--master-port=1234"]),
         (
             ["--num_nodes", "2", "--node_rank", "1", "--master_addr", "first", "--master_port", "1234"],
             ["--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=1234"],
@@ -101,7 +121,31 @@ def test_options_of_deepspeeds_launcher_are_taken(options, started, tmp_path: Pa
     commands: list[list[str]] = []
     monkeypatch.setattr(os, "execve", lambda _, command, environment: commands.append(command))
     main(["run", "--num_gpus", "2", *options, str(tmp_path / "script.py")])
-    assert commands[0][4 : 4 + len(started)] == started
+    assert commands[0][3 : 3 + len(started)] == started
+
+
+AUTO = """tiering.host_memory is "auto" in {}: transformers' Trainer and accelerate have no value for this key"""
+
+
+def test_a_file_that_accelerate_would_refuse_is_named_before_the_script_starts(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    script, file = tmp_path / "script.py", tmp_path / "ds.json"
+    script.touch()
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda _, command, environment: commands.append(command))
+    file.write_text(json.dumps({"bf16": {"enabled": "auto"}, "tiering": {"host_memory": "1GiB"}}))
+    for option in (["--deepspeed", str(file)], [f"--deepspeed={file}"]):
+        main(["run", "--ranks", "1", str(script), *option])
+        assert capsys.readouterr().err == ""
+    file.write_text(json.dumps({"tiering": {"host_memory": "auto"}}))
+    for option in (["--deepspeed", str(file)], [f"--deepspeed={file}"]):
+        main(["run", "--ranks", "1", str(script), *option])
+        assert f"warning: {AUTO.format(file)}" in capsys.readouterr().err
+    assert len(commands) == 4
+    assert main(["run", "accelerate", "launch", "--deepspeed_config_file", str(file), str(script)]) == 2
+    assert f"error: {AUTO.format(file)}" in capsys.readouterr().err
+    assert len(commands) == 4
 
 
 def test_ranks_are_bound_as_torchrun_binds_them(tmp_path: Path, monkeypatch) -> None:
@@ -111,5 +155,5 @@ def test_ranks_are_bound_as_torchrun_binds_them(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(os, "execve", lambda path, command, environment: commands.append(command))
     main(["run", "--ranks", "2", "--numa-binding", "node", str(script)])
     (command,) = commands
-    given = config_from_args(get_args_parser().parse_args(command[3:]))[0]
+    given = config_from_args(get_args_parser().parse_args(command[2:]))[0]
     assert given.numa_options.affinity_mode == AffinityMode.NODE

@@ -230,6 +230,11 @@ def test_no_update_has_a_rate_of_zero(kind) -> None:
     assert factors[3:] == sorted(factors[3:], reverse=True)
 
 
+def test_a_warm_up_that_is_longer_than_the_run_is_called_so() -> None:
+    assert Schedule("linear", 1, 5).words() == "warm-up over 1 step, then linear decay to step 5"
+    assert Schedule("linear", 10, 5).words() == "warm-up over 10 steps, which does not end in 5"
+
+
 # Hugging Face's cache #
 
 

@@ -147,7 +147,7 @@ def test_every_key_without_effect_is_accepted_with_a_log_line(path, caplog) -> N
         ({"tiering": {"nvme": [{"path": "/a", "size": 1}]}}, "unknown configuration key `tiering.nvme.0.size`"),
         ({3: 4}, "configuration key 3 is not a string"),
         ({"bf16": {"enabled": "perhaps"}}, "bf16.enabled is 'perhaps'"),
-        ({"tiering": {"tile_size": "big"}}, "tiering.tile_size is 'big'"),
+        ({"tiering": {"tile_size": "big"}}, "tiering.tile_size: 'big' is not a size"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
         ({"zero_optimization": NVME}, "no path is given"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0; it must be greater than or equal to 1"),
@@ -234,6 +234,7 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path) -> None:
     ("nvme", "message"),
     [
         ("/x", r"tiering.nvme is '/x'; write a list of drives: \[\{\"path\": \"/x\"\}\]"),
+        ({"path": "/x"}, r"write a list of drives: \[\{\"path\": \"/x\"\}\]"),
         (["/x", "/y"], r"write a list of objects: \[\{\"path\": \"/x\"\}, \{\"path\": \"/y\"\}\]"),
     ],
 )

@@ -383,8 +383,8 @@ def test_a_tag_that_is_not_the_same_on_all_ranks_is_an_assertion_error(monkeypat
 
 def test_ranks_that_accelerate_does_not_know_of_are_refused(monkeypatch) -> None:
     """Each would train on all samples."""
-    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={"num_processes": 1}))
+    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={"backend": None}))
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
-    monkeypatch.setattr("infinity.integrations.deepspeed.engine.world_size", lambda: 2)
+    monkeypatch.setattr("infinity.integrations.deepspeed.comm.world_size", lambda: 2)
     with pytest.raises(infinity.ConfigError, match=r"2 ranks .* one process.*PartialState\(backend=\"gloo\"\)"):
         initialize(model=tiny_llama(), config={})

@@ -198,7 +198,7 @@ def test_infinity_run_puts_the_namespace_first_on_the_path(more, monkeypatch, tm
     main(["run", "--ranks", "1", *more, str(tmp_path / "script.py")])
     main(["run", *more, "accelerate", "launch", "script.py"])
     (_, torchrun, environment), (_, accelerate, other), *_ = started
-    assert torchrun[1:3] == ["-m", "torch.distributed.run"]
+    assert Path(torchrun[1]).name == "torchrun.py"
     assert accelerate[1:] == ["-m", "accelerate.commands.accelerate_cli", "launch", "script.py"]
     path = "before" if more else os.pathsep.join([str(as_deepspeed.FOLDER), "before"])
     assert environment["PYTHONPATH"] == other["PYTHONPATH"] == path
@@ -262,6 +262,36 @@ def test_an_unchanged_trainer_script_gives_the_same_losses_wherever_its_states_a
     files[1].write_text(files[1].read_text().replace(BUDGET, "400KiB"))  # of each of two
     together = result(run("--ranks", "2", HERE / "trainer_script.py", tmp_path, "two", files[1]))
     assert_same(together["run0"], results["run0"], norms=False)
+
+
+def test_ranks_that_accelerate_does_not_count_are_refused_before_a_model_is_read(tmp_path) -> None:
+    pytest.importorskip("accelerate")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from transformers import TrainingArguments\n"
+        "TrainingArguments(output_dir='.', report_to=[], deepspeed={'zero_optimization': {'stage': 3}})\n"
+        "raise SystemExit('was not refused')\n"
+    )
+    refused = ranks(2, program, where=tmp_path)
+    assert "2 ranks were started, but accelerate counts one process" in refused.stderr
+    assert "Start one rank (--ranks 1), or name the backend in the script" in refused.stderr
+
+
+def test_a_value_that_accelerate_would_refuse_is_named_when_a_model_is_read(tmp_path) -> None:
+    pytest.importorskip("accelerate")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import deepspeed\n"
+        "from transformers import TrainingArguments\n"
+        "from transformers.integrations.deepspeed import deepspeed_config\n"
+        "config = {'zero_optimization': {'stage': 3}, 'tiering': {'host_memory': 'auto'}}\n"
+        "deepspeed.zero.Init(config_dict_or_path=dict(config))  # infinity's own\n"
+        "arguments = TrainingArguments(output_dir='.', report_to=[], deepspeed=config)\n"
+        "deepspeed.zero.Init(config_dict_or_path=deepspeed_config())  # as from_pretrained does\n"
+        "raise SystemExit('was not refused')\n"
+    )
+    refused = script(program, where=tmp_path)
+    assert 'tiering.host_memory is "auto" in the configuration: transformers\' Trainer' in refused.stderr
 
 
 def test_what_transformers_own_tests_do_with_deepspeed(tmp_path) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import platform
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -34,6 +31,7 @@ from infinity.cli.training.progress import Progress, StepReport
 from infinity.cli.training.ranks import agreed, first_sample, mean_over_ranks, rank_and_size
 from infinity.cli.training.room import with_room
 from infinity.cli.training.schedule import Schedule
+from infinity.cli.training.signals import StopSignals
 from infinity.cli.training.sources import Data, DataOptions, open_data
 from infinity.cli.training.tokenizers import find_tokenizer
 from infinity.config import load_config
@@ -126,7 +124,11 @@ def train(settings: Settings) -> int:
         lr_scheduler=None if prepared.schedule is None else prepared.schedule.made,
     )
     data, tokenizer, steps, saving = prepared.data, prepared.tokenizer, prepared.steps, settings.saving
-    with engine, _progress(settings, prepared, engine) as progress, _stop_signal() as stop:
+    with (
+        engine,
+        _progress(settings, prepared, engine) as progress,
+        StopSignals(progress, saves=prepared.output is not None) as stop,
+    ):
         if prepared.output is not None:
             check_room(prepared.output, engine, prepared.params)
         for line in _opening(settings, prepared, engine):
@@ -143,7 +145,7 @@ def train(settings: Settings) -> int:
         signum = 0
         while engine.global_steps < steps and not signum:
             run.step()
-            signum = agreed(stop[0] if stop else 0, engine.device)
+            signum = agreed(stop.first, engine.device)
             last = engine.global_steps == steps
             if evaluator is not None and not signum and (last or engine.global_steps % settings.eval_every == 0):
                 progress.evaluated(evaluator.run())
@@ -159,6 +161,8 @@ def train(settings: Settings) -> int:
         progress.finish()
         if prepared.output is not None:
             progress.note(f"the trained model is in {prepared.output}: AutoModelForCausalLM.from_pretrained loads it")
+        if signum and saving.every is None and not engine.config.tiering.crash_consistent:
+            progress.note("no checkpoint was saved, so --resume cannot go on here (--save-every N saves them)")
     return 128 + signum if signum else 0
 
 
@@ -291,7 +295,7 @@ class _Run:
 
     Args:
         about: the model, for `infinity checkpoint export`.
-        stop: signals that were received; after the second a step ends before its next micro-batch.
+        stop: after the second signal a step ends before its next micro-batch.
     """
 
     def __init__(
@@ -301,7 +305,7 @@ class _Run:
         settings: Settings,
         about: dict[str, Any],
         progress: Progress,
-        stop: Sequence[int],
+        stop: StopSignals,
     ) -> None:
         self._engine = engine
         self._samples = samples
@@ -332,7 +336,7 @@ class _Run:
         if path is None:
             path, state = self._engine.load_checkpoint(directory)
         if path is None or state is None:
-            self._progress.note(f"no checkpoint in {directory}; starting afresh")
+            self._progress.note(f"--resume finds no checkpoint in {directory}: training starts from the beginning")
             return
         self._progress.note(f"resumed from {path}")
         seen = self._engine.micro_steps * self._engine.config.micro_batch_size * rank_and_size()[1]
@@ -388,12 +392,12 @@ class _Run:
         """What the model is given; a micro-batch that is taken counts as seen.
 
         Raises:
-            KeyboardInterrupt: a signal has asked for it, whose own was lost.
+            KeyboardInterrupt: a second signal asked for it.
         """
         size = self._engine.config.micro_batch_size
         _, ranks = rank_and_size()
         while True:
-            if len(self._stop) > 1:
+            if self._stop.twice:
                 raise KeyboardInterrupt
             batch = self._samples.batch(first_sample(self._next_sample, size), size)
             self._next_sample += ranks * size
@@ -439,31 +443,3 @@ def _set_lr(engine: Engine, lr: float) -> None:
     rates = [lr] * len(groups) if schedule is None else schedule.get_lr()
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
-
-
-@contextmanager
-def _stop_signal() -> Iterator[list[int]]:
-    """A list that receives the signal which asks the loop to stop after the step it is in.
-
-    A second signal ends the process at once, through the handler that was there before. It is in the list, too, since
-    what that handler raises may be lost: Python ignores what a `__del__` raises, anybody's that happens to run.
-    """
-    received: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        if len(received) > 1:
-            restore()
-            signal.raise_signal(signum)
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        restore()

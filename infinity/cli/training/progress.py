@@ -122,6 +122,10 @@ class Progress:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back and end the log; a second time does nothing."""
         if self._display is not None:
             self._display.end()
         if self._log is not None:

@@ -15,7 +15,8 @@ from typing import Any
 from infinity.errors import ConfigError
 
 LINES = ".jsonl"
-_LIST = ".json"
+_JSON = ".json"  # a list of records, or one record a line
+_ENCODING = "utf-8-sig"  # some editors begin UTF-8 with a mark
 _READ_CHARS = 1 << 20
 _KINDS = {
     "text": ("text",),
@@ -48,14 +49,8 @@ Record = dict[str, Any]
 
 
 def holds_records(path: Path) -> bool:
-    """The file is one of records, not plain text: JSON lines, or JSON that is a list of objects."""
-    if path.suffix != _LIST:
-        return path.suffix == LINES
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return "".join(file.read(1024).split()).startswith("[{")
-    except OSError as error:
-        raise ConfigError(f"--data {path} cannot be read: {error.strerror}") from error
+    """The file is one of records, not plain text: by its name, or JSON of which the first value is an object."""
+    return path.suffix == LINES or (path.suffix == _JSON and _begin(path).startswith(("{", "[{")))
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -65,13 +60,22 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
         ConfigError: the file cannot be read, or a record is malformed; by file and line, or number in a list.
     """
     try:
-        for place, record in _listed(path) if path.suffix == _LIST else _lines(path):
+        for place, record in _listed(path) if _begin(path).startswith("[") else _lines(path):
             yield place, _formed(place, record)
     except OSError as error:
         raise ConfigError(f"--data {path} cannot be read: {error.strerror}") from error
 
 
 # Files #
+
+
+def _begin(path: Path) -> str:
+    """The first characters that are not blank."""
+    try:
+        with path.open(encoding=_ENCODING, errors="replace") as file:
+            return "".join(file.read(1024).split())
+    except OSError as error:
+        raise ConfigError(f"--data {path} cannot be read: {error.strerror}") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -83,14 +87,15 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield place, json.loads(raw)
             except ValueError as error:  # also of bytes that are no UTF-8
-                raise ConfigError(f"{place} is no JSON: {error}") from error
+                hint = "" if path.suffix == LINES else "; give one list of records, or one record a line"
+                raise ConfigError(f"{place} is no JSON: {error}{hint}") from error
 
 
 def _listed(path: Path) -> Iterator[tuple[str, Any]]:
     """The entries of a list, one in memory at a time."""
     decoder = json.JSONDecoder()
     number = 0
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding=_ENCODING) as file:
         try:
             text = file.read(_READ_CHARS).lstrip().removeprefix("[")
             while True:

@@ -42,5 +42,9 @@ class Schedule:
 
     def words(self) -> str:
         """For people."""
-        warmup = f"warm-up over {self.warmup} step{'' if self.warmup == 1 else 's'}, then " if self.warmup else ""
-        return warmup + ("constant" if self.kind == "constant" else f"{self.kind} decay to step {self.steps}")
+        over = f"warm-up over {self.warmup} step{'' if self.warmup == 1 else 's'}"
+        if self.warmup >= self.steps:
+            return f"{over}, which does not end in {self.steps}"
+        return (f"{over}, then " if self.warmup else "") + (
+            "constant" if self.kind == "constant" else f"{self.kind} decay to step {self.steps}"
+        )

@@ -83,7 +83,7 @@ def _source(
     paths: Sequence[Path], option: str, options: DataOptions, tokenizer: Any | None, model: nn.Module, ranks: Ranks
 ) -> tuple[Source, list[str]]:
     files = find_files(paths, option)
-    # In a directory, .json files are text, such as a project's own; one that is named is looked into.
+    # In a directory, .json files are text, such as a project's own; one that is given by its name is looked into.
     documents = [path for path in files if path.suffix == LINES or (path in paths and holds_records(path))]
     if not documents:
         tokens = ByteTokens(files) if tokenizer is None else TokenizedFiles(files, tokenizer, ranks)
@@ -91,8 +91,8 @@ def _source(
     if len(documents) < len(files):
         other = next(path for path in files if path not in documents)
         raise ConfigError(
-            f"{option} has both {documents[0]} and {other}: give either records ({LINES} files, or JSON files of one "
-            "list) or plain text"
+            f"{option} has both {documents[0]}, a file of records, and {other}, which is plain text: give files of one "
+            "kind"
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ConfigError(apart_problem(model))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from infinity.errors import ConfigError
 from infinity.integrations.deepspeed import front
 from infinity.integrations.deepspeed.misuse import AssertedConfigError
 from infinity.zero.launch import launch_of
+from infinity.zero.ranks import world_size
 
 __all__ = ["get_global_rank", "get_local_rank", "get_rank", "get_world_size", "init_distributed"]
 
@@ -23,7 +26,9 @@ def init_distributed(*args: Any, **more: Any) -> None:
 
     Raises:
         AssertedConfigError: it must not, and nobody has.
+        ConfigError: accelerate, which calls this as it counts the ranks, counts one of several.
     """
+    check_accelerate()
     given = inspect.signature(front.init_distributed).bind(*args, **more).arguments
     check_initialized(given.get("dist_init_required"))
     front.init_distributed(*args, **more)
@@ -38,6 +43,26 @@ def check_initialized(required: bool | None) -> None:
     if required is False and not dist.is_initialized():
         raise AssertedConfigError(
             "dist_init_required is False, but torch.distributed is not initialized: do that first, or leave it out"
+        )
+
+
+def check_accelerate() -> None:
+    """Refuse ranks that accelerate does not know of: each would train on all samples.
+
+    Raises:
+        ConfigError: the message says how accelerate comes to know.
+    """
+    known: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    counts_one = getattr(known, "_shared_state", {}).get("backend", "not counted yet") is None
+    size = world_size() if counts_one else 1
+    if size > 1:
+        raise ConfigError(
+            f"{size} ranks were started, but accelerate counts one process, because this machine has no GPU: all ranks "
+            "would train on the same samples. Start one rank (--ranks 1), or name the backend in the script. With "
+            'TrainingArguments: write os.environ["ACCELERATE_USE_DEEPSPEED"] = "true" and '
+            'accelerate.PartialState(backend="gloo") before it, and give it '
+            'accelerator_config={"use_configured_state": True}. With Accelerator: give it '
+            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]'
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from infinity.config import Config
 from infinity.config.load import with_values
 from infinity.errors import ConfigError, InfinityError
 from infinity.integrations.deepspeed import front
-from infinity.integrations.deepspeed.comm import check_initialized, get_world_group
+from infinity.integrations.deepspeed.comm import check_accelerate, check_initialized, get_world_group
 from infinity.integrations.deepspeed.deepspeeds_settings import check_setting
 from infinity.integrations.deepspeed.logs import log_dist, logger
 from infinity.integrations.deepspeed.misuse import AssertedConfigError, AssertedError
@@ -36,7 +35,6 @@ from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.gathered import owner_of
 from infinity.zero.leaf_modules import get_z3_leaf_modules
-from infinity.zero.ranks import world_size
 
 _UNSYNCHRONISED = SimpleNamespace(
     enabled=True, synchronized=False
@@ -365,25 +363,6 @@ def _as_in_deepspeed(config: Config) -> Config:
     return replace(config, rounds_masters=True, keeps_gradients=config.zero.offload_optimizer.device == "none")
 
 
-def _check_accelerate() -> None:
-    """Refuse ranks that accelerate does not know of: each would train on all samples.
-
-    Raises:
-        ConfigError: the message says how accelerate comes to know.
-    """
-    known: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    processes = getattr(known, "_shared_state", {}).get("num_processes")
-    size = world_size()
-    if processes == 1 and size > 1:
-        raise ConfigError(
-            f"{size} ranks were started, but accelerate sees one process, as there is no GPU: all ranks would train on "
-            "the same samples. Before TrainingArguments, set ACCELERATE_USE_DEEPSPEED=true in os.environ and call "
-            'accelerate.PartialState(backend="gloo"), and give TrainingArguments '
-            'accelerator_config={"use_configured_state": True}; or give Accelerator '
-            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]'
-        )
-
-
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -420,7 +399,7 @@ def initialize(
             "or name one in the configuration"
         )
     check_initialized(dist_init_required)
-    _check_accelerate()
+    check_accelerate()
     _take_back(model)
     engine, tiered, dataloader, scheduler = front.initialize(
         args,

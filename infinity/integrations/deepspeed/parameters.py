@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.config import Config, load_config
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.auto_values import check_auto
 from infinity.integrations.deepspeed.front import init_distributed
 from infinity.integrations.deepspeed.live_views import part_numel, part_of_built, part_of_values
 from infinity.integrations.deepspeed.misuse import ModifiedError
@@ -181,6 +182,7 @@ class Init(InFiles):
         if enabled:
             init_distributed()
         source = config if config is not None else config_dict_or_path
+        check_auto(source)
         known = source if source is None or isinstance(source, Config) else load_config(source, world_size=world_size())
         self._dtype = dtype if dtype is not None or known is None else compute_dtype(known)
         # A module that is there already keeps its values until `initialize` moves them.

@@ -1,0 +1,33 @@
+"""torchrun, which ends with one line instead of a traceback of its own below those of the ranks."""
+
+import signal
+import sys
+
+del sys.path[0]  # this file's directory
+
+from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
+from torch.distributed.run import main  # noqa: E402
+
+
+def _order(failure: ProcessFailure) -> tuple[bool, int]:
+    """What ended first comes first; torchrun ends the other ranks by SIGTERM."""
+    return failure.exitcode == -signal.SIGTERM, failure.timestamp
+
+
+def _told(error: ChildFailedError) -> int:
+    """Say which rank failed first; returns its exit code, as a shell has it."""
+    rank, failure = min(error.failures.items(), key=lambda item: _order(item[1]))
+    code = int(failure.exitcode)
+    how = f"exit code {code}" if code >= 0 else f"signal {-code} ({failure.signal_name()})"
+    print(f"infinity run: rank {rank} ended with {how}; what it printed is above", file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ChildFailedError as error:
+        sys.exit(_told(error))
+    except SignalException as error:
+        sys.exit(128 + error.sigval)

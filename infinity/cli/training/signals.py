@@ -1,0 +1,89 @@
+"""Ctrl-C and SIGTERM during training: the first ends the run after its step, the second ends it at once.
+
+Python calls a handler between two bytecodes of the main thread, and once for several signals. The main thread may be in
+a backward pass for minutes. So the system's handler also writes a byte for each signal into a pipe, which a thread
+reads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from infinity.cli.training.progress import Progress
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_END = b"\0"  # the number of no signal
+_GRACE_S = 3.0  # for the main thread to leave after the second signal
+
+
+class StopSignals:
+    """The signals that this process received; a context manager, for the main thread.
+
+    Args:
+        progress: says what the first signal does.
+        saves: the model is written after the last step.
+    """
+
+    def __init__(self, progress: Progress, *, saves: bool) -> None:
+        self._progress = progress
+        self._saves = saves
+        self._handled: list[int] = []  # by Python's handler
+        self._read: list[int] = []  # by the thread
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="infinity-signals", daemon=True)
+
+    def __enter__(self) -> StopSignals:
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._before = {number: signal.getsignal(number) for number in _NUMBERS}
+        for number in _NUMBERS:
+            signal.signal(number, self._handle)
+        self._fd_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._left.set()
+        self._restore()
+        signal.set_wakeup_fd(self._fd_before)
+        os.write(self._write_end, _END)
+        self._thread.join()
+        os.close(self._write_end)
+        os.close(self._read_end)
+
+    @property
+    def first(self) -> int:
+        """The signal that asks the loop to stop after its step; 0 for none."""
+        return next(iter(self._handled or self._read), 0)
+
+    @property
+    def twice(self) -> bool:
+        """The run is to end at once. The loop looks here, too: what the handler raises is lost inside a `__del__`."""
+        return max(len(self._handled), len(self._read)) > 1
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self._handled.append(signum)
+        if self.twice:
+            self._restore()
+            signal.raise_signal(signum)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _watch(self) -> None:
+        """Answer the first signal, and end the process after the second if the main thread does not leave."""
+        while (byte := os.read(self._read_end, 1)) != _END:
+            if byte[0] not in _NUMBERS:
+                continue
+            self._read.append(byte[0])
+            name = "Ctrl-C" if byte[0] == signal.SIGINT else "SIGTERM"
+            if len(self._read) == 1:
+                then = ", then saving the model" if self._saves else ""
+                self._progress.note(f"{name}: stopping after this step{then} ({name} again: leave at once)")
+            elif len(self._read) == 2 and not self._left.wait(_GRACE_S):
+                self._progress.close()  # or the terminal would stay without its cursor
+                os._exit(128 + byte[0])

@@ -1,0 +1,58 @@
+"""Ctrl-C is answered at once, wherever the main thread is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from infinity.cli.training.progress import Progress
+from infinity.cli.training.signals import StopSignals
+from tests.prepared import ROOT, Child
+
+TIMEOUT_S = 90
+
+STUCK = """
+import hashlib
+from infinity.cli.training import signals
+from infinity.cli.training.progress import Progress
+
+signals._GRACE_S = 0.1
+with signals.StopSignals(Progress(1, json_lines=False), saves=True):
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)  # minutes in one call, as a backward pass
+"""
+
+
+def test_a_call_of_minutes_delays_neither_the_answer_nor_the_end(tmp_path: Path) -> None:
+    with Child(["-c", STUCK], cwd=ROOT) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        answer = process.stderr.readline()
+        assert answer == "Ctrl-C: stopping after this step, then saving the model (Ctrl-C again: leave at once)\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=TIMEOUT_S) == 130
+
+
+def test_two_signals_during_one_call_are_two() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _receive_two_in_a_call()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _receive_two_in_a_call() -> None:
+    def send() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.02)
+
+    sender = threading.Thread(target=send)
+    with StopSignals(Progress(1, json_lines=True), saves=False):
+        sender.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # in which Python calls no handler
+        sender.join()
