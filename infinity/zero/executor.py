@@ -201,7 +201,7 @@ class Executor:
 
     def _fetch(self, action: Fetch) -> None:
         row, priority = self.units[action.unit], Priority.DEMAND if action.urgent else Priority.PREFETCH
-        self._params.fetch_start(row.params, priority, updated=row.update_is_due)
+        self._params.fetch_start(row.params, priority, updated=row.due is not None)
 
     def _await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
         params = self.units[action.unit].params
@@ -365,7 +365,7 @@ class Executor:
         row = self.units[unit]
         row.views.outdate(slots)
         self._in_flight.confirm(row)
-        if not row.update_is_submitted:
+        if row.ticket is None:
             self._in_flight.finished.append(row)
         if row.residency is not Residency.STORED:
             self._do(UpdateDue(unit))
@@ -455,7 +455,7 @@ class Executor:
         self._show_finished()
         for params in self._params.passing:
             row = self.units[params.index]
-            if not (row.update_is_submitted or row.update_is_due):
+            if row.ticket is None and row.due is None:
                 self._params.advance(params)
 
     def begin_step(self) -> None:
@@ -497,7 +497,7 @@ class Executor:
     def write_changed(self) -> None:
         """Write units that were modified outside the optimizer, if updates expect their values on NVMe."""
         for row in self.units:
-            if row.params.is_unwritten() and self._scheduler.is_written(row) and not row.update_is_submitted:
+            if row.params.is_unwritten() and self._scheduler.is_written(row) and row.ticket is None:
                 with self.resident(row.index):
                     row.params.write_home()
 

@@ -28,7 +28,7 @@ from infinity.optim.pipeline import UpdatePipeline
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import GradStore, Memory, Params
 from infinity.zero.on_device import OnDevice
-from infinity.zero.unit import Ahead, OldParams, Submitted, Unit
+from infinity.zero.unit import Ahead, OldParams, Unit
 
 FreeGradients = Callable[[Unit], bool]
 
@@ -152,7 +152,7 @@ class InFlight:
         written = params.write_through(ticket) if write else None
         reconstructable = self._pipeline.undoing.can_recover_param(segments, self._grads.dtype)
         self._submitted[unit] = each
-        each.submit(Submitted(ticket, written, keeps=before is not None), reconstructable=reconstructable)
+        each.submit(ticket, written, keeps=before is not None, reconstructable=reconstructable)
         return ticket
 
     # Speculative updates, see [Note: updates ahead] #
@@ -188,9 +188,9 @@ class InFlight:
     def _needed_later(self, needed: int) -> list[tuple[Unit, UpdateTicket]]:
         """Speculative updates that use the undo log and are needed later than `needed`, the latest last."""
         found = [
-            (each, each.submitted.ticket)
+            (each, each.ticket)
             for each in self.speculative
-            if each.submitted is not None and each.ahead is not None and each.ahead.old_params is OldParams.IMAGES
+            if each.ticket is not None and each.ahead is not None and each.ahead.old_params is OldParams.IMAGES
         ]
         return sorted((pair for pair in found if pair[1].job.needed > needed), key=lambda pair: pair[1].job.needed)
 
@@ -203,7 +203,7 @@ class InFlight:
 
     def _decide(self, each: Unit) -> Ahead:
         """Clear the unit's speculative update, and return it."""
-        ahead = each.roll_back()
+        ahead = each.decide()
         self.speculative.pop(each, None)
         return ahead
 
@@ -277,8 +277,8 @@ class InFlight:
                 self._due[each] = None
             ahead = each.commit(in_part=in_part)
             self.speculative.pop(each, None)
-            if each.submitted is not None and not in_part:
-                each.submitted.keeps = False
+            if each.ticket is not None and not in_part:
+                each.keeps = False
             elif not in_part:
                 self._grads.drop(each.index)
             self._pipeline.undoing.forget_before(ahead.ticket)
@@ -299,7 +299,7 @@ class InFlight:
             CapacityError: host memory has no room for the gradients.
         """
         for each in rows:
-            if each.params.computed_on.pins > int(each.submitted is not None):
+            if each.params.computed_on.pins > int(each.ticket is not None):
                 raise InfinityError(
                     f"the values of unit `{each.name}` are asked for while backward uses it, after its update has "
                     'begun: set tiering.update_schedule to "deferred"'
@@ -309,8 +309,8 @@ class InFlight:
             tickets = [ahead.ticket for ahead in aheads if ahead is not None]
             submitted = [each for each in self._submitted.values() if each in rows]
             for each in submitted:
-                assert each.submitted is not None
-                each.submitted.ticket.recovers = False  # its gradients are still in memory
+                assert each.ticket is not None
+                each.ticket.recovers = False  # its gradients are still in memory
             self._pipeline.stop(tickets)
             for each in submitted:
                 self.finish(each)
@@ -380,7 +380,7 @@ class InFlight:
 
     def finish_ahead(self, each: Unit, free_gradients: FreeGradients) -> None:
         """Wait for a speculative update whose gradients are about to change, and mark it for rollback."""
-        if each.submitted is not None:
+        if each.ticket is not None:
             self.finish(each)
         self._recover(each, free_gradients, grads=True, param=False)
         assert each.ahead is not None
@@ -412,23 +412,23 @@ class InFlight:
     @property
     def all_computed(self) -> bool:
         """Whether no update is still to be computed and none has failed. Writes may be in flight."""
-        tickets = [each.submitted.ticket for each in self._submitted.values() if each.submitted is not None]
+        tickets = [each.ticket for each in self._submitted.values() if each.ticket is not None]
         return not self._due and all(each.computed.done() and each.computed.exception() is None for each in tickets)
 
     @staticmethod
     def _is_computed(each: Unit) -> bool:
-        return each.submitted is not None and each.submitted.ticket.computed.done()
+        return each.ticket is not None and each.ticket.computed.done()
 
     # Out of it #
 
     def wait_computed(self, each: Unit) -> None:
         """Block until the unit's update is computed, and upload the new values as they come. Writes home may be in
         flight."""
-        submitted, params = each.submitted, each.params
-        if submitted is not None:
+        ticket, params = each.ticket, each.params
+        if ticket is not None:
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
                 sends = params.send_part if params.can_send_parts() else None
-                self._pipeline.wait_computed(submitted.ticket, sends)
+                self._pipeline.wait_computed(ticket, sends)
             self._params.end_change(params)
 
     def finish_one(self) -> bool:
@@ -466,13 +466,13 @@ class InFlight:
             return
         self._take_ended()
         for each in list(self._computed):
-            if each.submitted is not None and each.submitted.ticket.done():
+            if each.ticket is not None and each.ticket.done():
                 self._note(each)
 
     def finish(self, each: Unit) -> None:
         """Block until the unit's submitted update is computed and written."""
-        assert each.submitted is not None
-        ticket = each.submitted.ticket
+        ticket = each.ticket
+        assert ticket is not None
         with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
             self._pipeline.wait_computed(ticket)
         with self._counters.stalled(StallCause.DISK_WRITE):
@@ -481,22 +481,22 @@ class InFlight:
 
     def _note(self, each: Unit) -> None:
         with self._handing_over:
-            submitted, unit = each.finish(), each.index
+            (ticket, write), unit = each.finish(), each.index
             self._submitted.pop(each.index, None)
             self._computed.pop(each, None)
-            for move in submitted.ticket.missing:  # a withdrawn update has not waited for its inputs
+            for move in ticket.missing:  # a withdrawn update has not waited for its inputs
                 move.wait(self._counters)
-            if not submitted.keeps:
+            if not each.keeps:
                 self._grads.used(unit)
-            elif submitted.ticket.recovers:
+            elif ticket.recovers:
                 self._grads.left(unit)
             else:
                 self._grads.returned(unit)
                 self.some_rest = True
             self._params.close_host(each.params)
-            if submitted.write is not None:
-                each.params.field.finish_move(submitted.write)
-            submitted.ticket.result()  # raises if the update failed
+            if write is not None:
+                each.params.field.finish_move(write)
+            ticket.result()  # raises if the update failed
             self.finished.append(each)
 
 

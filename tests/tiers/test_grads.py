@@ -102,7 +102,6 @@ class Row(UnitState):
 
     residency = Residency.RESIDENT
     is_pinned = is_updated_on_device = False
-    update_is_due = update_has_begun = update_is_submitted = is_updating = is_reconstructable = False
 
     def __init__(self, store: GradStore, index: int) -> None:
         super().__init__(index, f"u{index}", 0, moves=False, spills=store.shares(index))
