@@ -266,7 +266,7 @@ class UpdatePipeline:
                 if write is not None:
                     write.result()
         self._ring.clear()
-        self._states.note_homes(unit)
+        self._states.units[unit].note_homes()
 
     def take_over(self) -> None:
         """Load all states that an earlier process left on NVMe; no job may be queued.

@@ -53,10 +53,10 @@ from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.in_flight import InFlight
-from infinity.zero.landing import Places, landing_of
+from infinity.zero.landing import Stays, ToHost, UnitTotal, parts_before
 from infinity.zero.model_parts import ModelParts
 from infinity.zero.on_device import OnDevice
-from infinity.zero.partition import Partition
+from infinity.zero.partition import Partition, UnitLayout
 from infinity.zero.ranks import Ranks, is_first_process, least_of, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
 from infinity.zero.sizing import Sizing, size_up
@@ -117,6 +117,10 @@ class Runtime:
     @property
     def schedule(self) -> UpdateSchedule:
         return self.sizing.schedule
+
+    def row(self, unit: UnitLayout) -> Unit:
+        """Return what the engine has of a unit: its parameters, gradients, states and views."""
+        return self.executor.units[unit.index]
 
     @property
     def torn(self) -> bool:
@@ -368,9 +372,7 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
 
 
 def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStack) -> _Held:
-    sizing, split, host, link = plan.sizing, plan.split, plan.host, plan.link
-    numels, handing_over = sizing.shards.numels, memory.arena.handing_over
-    sums = DeviceSums(numels, sizing.grad_dtype, memory.there.sums, link.device, states.is_there, handing_over)
+    sizing, split, host, device = plan.sizing, plan.split, plan.host, plan.link.device
     host.count("gradients, states and what is on its way", memory.arena)
     host.fix("values on their way at initialize", sizing.host_needs().initial_extra_bytes(split))
     apart = _apart(plan, memory.arena)
@@ -391,7 +393,9 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     images = _room_for_images(plan, undo)
     # Last, so that a later process finds all other extents in the same place: the gradients' space varies with free
     # memory.
-    grads = undo.enter_context(closing(_hold_gradients(plan, memory, states)))
+    grads = undo.enter_context(closing(_hold_gradients(plan, memory)))
+    units, handing_over = grads.host.units, memory.arena.handing_over
+    sums = DeviceSums(units, sizing.grad_dtype, memory.there.sums, device, handing_over)
     return _Held(params, grads, sums, files, images)
 
 
@@ -406,8 +410,10 @@ def _make_executor(
     views = ModelViews(writable=plan.config.zero.stage < 3)
     on_device = None if grads.device is None else OnDevice(params, grads.device, states, sizing.layout)
     units = [
-        Unit(each, UnitViews(unit, model, each, views), grads.host, states)
-        for unit, each in zip(sizing.partition.units, params.units, strict=True)
+        Unit(each, UnitViews(unit, model, each, views), of_grads, grads.host, of_states)
+        for unit, each, of_grads, of_states in zip(
+            sizing.partition.units, params.units, grads.host.units, states.units, strict=True
+        )
     ]
     in_flight = InFlight(params, grads.host, pipeline, memory.counters, on_device)
     sharing = plan.groups.sharing
@@ -450,18 +456,24 @@ def make_gradients(runtime: Runtime) -> Gradients:
             partial,
         )
     streams = rules.grads.stream and not runtime.parts.shares
-    places = Places(partition.units, whole=rules.grads.reduces)
-    note = runtime.params.note_final
-    landing = landing_of(runtime.grads, source, places, runtime.counters, streams=streams, note=note)
-    return Gradients(partition.units, runtime.grads, source, landing, runtime.sums, runtime.counters, runtime.parts)
+    stores, counters = runtime.grads, runtime.counters
+    first = parts_before(partition.units, whole=rules.grads.reduces)
+    totals = [
+        UnitTotal(unit, row, first[row.index], unit.trained)
+        for unit, row in zip(partition.units, runtime.executor.units, strict=True)
+    ]
+    to_host = ToHost(stores.host, source, counters, streams=streams)
+    stays = None if stores.device is None else Stays(stores.device, source)
+    return Gradients(totals, source, to_host, stays, runtime.sums, counters, runtime.parts)
 
 
-def _hold_gradients(plan: _Plan, memory: _Memory, states: StateStore) -> GradStores:
+def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStores:
     sizing, link = plan.sizing, plan.link
     shards, dtype = sizing.shards, sizing.grad_dtype
-    places = Places(sizing.partition.units, whole=sizing.rules.grads.reduces)
-    norms = Norms(sizing.rules.measured_there(places.count), link)
+    parts = parts_before(sizing.partition.units, whole=sizing.rules.grads.reduces)[-1]
+    norms = Norms(sizing.rules.measured_there(parts), link)
     host = GradStore(
+        shards.numels,
         shards.below,
         dtype,
         memory.arena,
@@ -469,14 +481,13 @@ def _hold_gradients(plan: _Plan, memory: _Memory, states: StateStore) -> GradSto
         plan.placement.grad_homes,
         memory.counters,
         memory.swap,
-        link,
         norms,
     )
     device = None
     if sizing.there or sizing.may_come:
         there, handing_over = memory.there.grads, memory.arena.handing_over
-        device = DeviceGrads(shards.numels, dtype, there, link.device, norms, handing_over)
-    return GradStores(host, device, states.is_there)
+        device = DeviceGrads(host.units, dtype, there, link.device, norms, handing_over)
+    return GradStores(host, device)
 
 
 def _tell_of_waiting(plan: _Plan, held: _Held) -> None:

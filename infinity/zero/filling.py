@@ -155,7 +155,7 @@ class Filling:
         for unit in that_fit(sizing.rules, sizing.shards, sizing.may_come, spare_bytes):
             if not self._come(unit):
                 break
-            runtime.sums.give_up(unit)
+            runtime.sums.give_up(runtime.grads.host.units[unit])
             self.came.append(unit)
             self._count(runtime.states.nbytes(unit))
         if self.came:

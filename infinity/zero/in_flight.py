@@ -90,7 +90,7 @@ class InFlight:
         """Run the due update of a unit whose states are on the device."""
         with self._handing_over:
             assert self._device is not None
-            self._device.update(each.params, self._take_due(each))
+            self._device.update(each.params, each.grads, self._take_due(each))
             self.finished.append(each)
 
     def submit(self, each: Unit, write: bool, needed: int) -> None:
@@ -127,7 +127,7 @@ class InFlight:
         """Submit an update to the pipeline. `before` is its room in the undo log; None for an update that is not
         speculative."""
         unit, params = each.index, each.params
-        grad, arriving = self._grads.hand_over(unit)
+        grad, arriving = self._grads.hand_over(each.grads)
         touching = self._params.begin_update(params)
         spec = params.spec
         trained = spec.trainable_numel // spec.sharding.count
@@ -252,7 +252,7 @@ class InFlight:
             tells_grads = (
                 foreseen.grads_may_leave
                 and not before
-                and self._grads.shares(unit)
+                and each.spills
                 and tiles == self._pipeline.all_tiles(unit)
                 and self._pipeline.undoing.can_recover(segments, self._grads.dtype)
             )
@@ -280,7 +280,7 @@ class InFlight:
             if each.ticket is not None and not in_part:
                 each.keeps = False
             elif not in_part:
-                self._grads.drop(each.index)
+                self._grads.drop(each.grads)
             self._pipeline.undoing.forget_before(ahead.ticket)
 
     def undo(self, rows: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
@@ -336,12 +336,12 @@ class InFlight:
             grads: the gradients, into host memory, from which they may spill; if False, drop them.
             param: the parameters.
         """
-        unit, ahead = each.index, each.ahead
+        held, ahead = each.grads, each.ahead
         assert ahead is not None
         param = param and ahead.old_params is OldParams.STATES
-        if self._grads.is_elsewhere(unit) and not grads:
-            self._grads.drop(unit)
-        grads = self._grads.is_elsewhere(unit)
+        if held.is_elsewhere and not grads:
+            self._grads.drop(held)
+        grads = held.is_elsewhere
         if not grads and not param:
             return
         with self._handing_over:
@@ -349,11 +349,11 @@ class InFlight:
             with self._changing(each) if param else nullcontext() as flat:
                 self._pipeline.recover(ahead.ticket, grad=buffer, param=flat)
             if grads:
-                self._grads.rest(unit)
+                self._grads.rest(held)
                 self.some_rest = True
 
     def _room_for_grads(self, each: Unit, free_gradients: FreeGradients) -> torch.Tensor:
-        while (buffer := self._grads.restore(each.index)) is None:
+        while (buffer := self._grads.restore(each.grads)) is None:
             if not free_gradients(each):
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{each.name}`, whose update is undone: raise "
@@ -481,17 +481,17 @@ class InFlight:
 
     def _note(self, each: Unit) -> None:
         with self._handing_over:
-            (ticket, write), unit = each.finish(), each.index
+            ticket, write = each.finish()
             self._submitted.pop(each.index, None)
             self._computed.pop(each, None)
             for move in ticket.missing:  # a withdrawn update has not waited for its inputs
                 move.wait(self._counters)
             if not each.keeps:
-                self._grads.used(unit)
+                self._grads.used(each.grads)
             elif ticket.recovers:
-                self._grads.left(unit)
+                self._grads.left(each.grads)
             else:
-                self._grads.returned(unit)
+                self._grads.returned(each.grads)
                 self.some_rest = True
             self._params.close_host(each.params)
             if write is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from infinity.kernels import update_on_device
 from infinity.optim.formats import StateLayout
 from infinity.optim.jobs import Segment
-from infinity.tiers import DeviceGrads, Params, StateStore
+from infinity.tiers import DeviceGrads, Params, StateStore, UnitGrads
 from infinity.tiers.unit_params import UnitParams
 
 
@@ -18,10 +18,10 @@ class OnDevice:
         self._states = states
         self._layout = layout
 
-    def update(self, params: UnitParams, segments: tuple[Segment, ...]) -> None:
-        layout, unit = self._layout, params.index
-        param, (grad, _) = self._params.begin_device_change(params), self._grads.hand_over(unit)
-        with self._states.changing_there(unit) as fields:
+    def update(self, params: UnitParams, grads: UnitGrads, segments: tuple[Segment, ...]) -> None:
+        layout = self._layout
+        param, (grad, _) = self._params.begin_device_change(params), self._grads.hand_over(grads)
+        with self._states.changing_there(params.index) as fields:
             for segment in segments:
                 here, part = slice(segment.start, segment.stop), layout.narrow(fields, segment.start, segment.stop)
                 update_on_device(
@@ -33,4 +33,4 @@ class OnDevice:
                     second=None if layout.second is None else part[layout.second],
                 )
         self._params.end_device_change(params)
-        self._grads.used(unit)
+        self._grads.used(grads)

@@ -19,9 +19,9 @@ from typing import NoReturn
 
 from infinity.optim.jobs import Segment, UpdateTicket
 from infinity.schedule.unit_state import UnitState
-from infinity.tiers import GradStore, Move, Residency
+from infinity.tiers import GradStore, Move, Residency, UnitGrads
 from infinity.tiers.copies import State
-from infinity.tiers.states import StateStore
+from infinity.tiers.states import UnitStates
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero.views import UnitViews
 
@@ -67,26 +67,30 @@ class Unit(UnitState):
     Attributes:
         params: its parameters.
         views: the model parameters that show them.
+        grads: its gradients.
         begun: tiles that have had the update in `due` already.
         write: the move with which the update of `ticket` writes the new parameters home; None if it does not.
         keeps: the gradients of that update may be needed again, because it may be rolled back.
         foreseen: the expected update, while the scheduler decides whether it may be speculative.
     """
 
-    __slots__ = ("_gradients", "_grads", "_states", "foreseen", "keeps", "params", "views", "write")
+    __slots__ = ("_gradients", "_states", "_store", "foreseen", "grads", "keeps", "params", "views", "write")
 
     due: tuple[Segment, ...] | None
     begun: frozenset[int] | None
     ticket: UpdateTicket | None
     ahead: Ahead | None
 
-    def __init__(self, params: UnitParams, views: UnitViews, grads: GradStore, states: StateStore) -> None:
-        spec, index = params.spec, params.index
-        super().__init__(index, spec.name, spec.nbytes, moves=spec.offloaded, spills=grads.shares(index))
+    def __init__(
+        self, params: UnitParams, views: UnitViews, grads: UnitGrads, store: GradStore, states: UnitStates
+    ) -> None:
+        spec = params.spec
+        super().__init__(params.index, spec.name, spec.nbytes, moves=spec.offloaded, spills=grads.spills)
         self.params = params
         self.views = views
-        self._grads = grads
-        self._gradients = grads.host_copy(index)
+        self.grads = grads
+        self._gradients = grads.host
+        self._store = store
         self._states = states
         self.write: Move | None = None
         self.keeps = False
@@ -112,11 +116,11 @@ class Unit(UnitState):
 
     @property
     def gradients_have_room(self) -> bool:
-        return self._grads.can_hand_over(self.index)
+        return self._store.can_hand_over(self.grads)
 
     @property
     def is_updated_on_device(self) -> bool:
-        return self._states.is_there(self.index)
+        return self._states.are_there
 
     # Updates #
 
