@@ -3,7 +3,7 @@
 from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.activations import ActivationStore
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
-from infinity.tiers.device_grads import DeviceGrads, DeviceSums, GradStores
+from infinity.tiers.device_grads import DeviceGrads, DeviceSums
 from infinity.tiers.device_states import DeviceStates, Fields
 from infinity.tiers.grads import ARRIVING_UNITS, GradHomes, GradStore, UnitGrads
 from infinity.tiers.link import (
@@ -43,7 +43,6 @@ __all__ = [
     "FrozenReader",
     "GradHomes",
     "GradStore",
-    "GradStores",
     "HostMemory",
     "Link",
     "Memory",

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from infinity.memory import Budget
 from infinity.memory.hand_over import HandingOver
-from infinity.tiers.copies import Move, Transfer
-from infinity.tiers.grads import GradStore, UnitGrads
+from infinity.tiers.copies import Transfer
+from infinity.tiers.grads import UnitGrads
 from infinity.tiers.norms import Norms
 
 
 class DeviceGrads:
     """Flat gradient buffers of units that are updated on the device, from the first gradient to the end of the update.
 
-    The methods are the ones of `GradStore`. All work on a buffer runs in the order of the compute stream, so no method
-    waits, and freed memory may be reused at once.
+    The methods are those of `GradStore`, without a hand-over: an update on the device reads the buffer and drops it.
+    All work on a buffer runs in the order of the compute stream, so no method waits, and freed memory may be reused at
+    once.
 
     Args:
         units: the gradients of all units.
@@ -94,19 +94,6 @@ class DeviceGrads:
     def _nbytes(self, each: UnitGrads) -> int:
         return each.numel * self._dtype.itemsize
 
-    # Updates #
-
-    def can_hand_over(self, each: UnitGrads) -> bool:
-        return True
-
-    def hand_over(self, each: UnitGrads) -> tuple[torch.Tensor, tuple[Move, ...]]:
-        """Give the gradients to the unit's update, which need not wait; pairs with `used`."""
-        return self.tensor(each), ()
-
-    def used(self, each: UnitGrads) -> None:
-        """Drop the gradients after the update has used them."""
-        self.drop(each)
-
     def close(self) -> None:
         for each in self._units:
             each.there = each.measured = None
@@ -179,22 +166,3 @@ class DeviceSums:
         for each in self._units:
             each.sum = None
         self.sums.clear()
-
-
-@dataclass(frozen=True)
-class GradStores:
-    """The stores that hold units' gradients until an update has used them.
-
-    Attributes:
-        host: for units that are updated on the host.
-        device: for the others; None if no unit can be updated on the device.
-    """
-
-    host: GradStore
-    device: DeviceGrads | None
-
-    def close(self) -> None:
-        """Wait for gradients on their way from the device, and free all memory."""
-        self.host.close()
-        if self.device is not None:
-            self.device.close()

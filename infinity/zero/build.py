@@ -33,7 +33,6 @@ from infinity.tiers import (
     DeviceStates,
     DeviceSums,
     GradStore,
-    GradStores,
     Link,
     Memory,
     Norms,
@@ -55,7 +54,6 @@ from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.in_flight import InFlight
 from infinity.zero.landing import Stays, ToHost, UnitTotal, parts_before
 from infinity.zero.model_parts import ModelParts
-from infinity.zero.on_device import OnDevice
 from infinity.zero.partition import Partition, UnitLayout
 from infinity.zero.ranks import Ranks, is_first_process, least_of, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
@@ -73,6 +71,7 @@ class Runtime:
 
     Attributes:
         host, device: the ledgers of the two memories; if the compute device is the CPU, the host's pays for all.
+        grads_there: gradients of units that are updated on the device; None if no unit can be.
         loss_norm: of the loss, if the device measures it.
         summed_once: units whose replicas add their gradients up once a step.
         addresses_stay: tensors used by kernels keep their addresses for the whole run.
@@ -82,7 +81,8 @@ class Runtime:
     groups: Groups
     executor: Executor
     params: Params
-    grads: GradStores
+    grads: GradStore
+    grads_there: DeviceGrads | None
     pipeline: UpdatePipeline
     states: StateStore
     sums: DeviceSums
@@ -161,6 +161,8 @@ class Runtime:
         self.files.close()
         self.params.close()
         self.grads.close()
+        if self.grads_there is not None:
+            self.grads_there.close()
         self.states.close()
         self.sums.close()
         self.loss_norm.close()
@@ -221,6 +223,7 @@ def build_runtime(
         executor=_make_executor(plan, model, memory, states, held, pipeline),
         params=held.params,
         grads=held.grads,
+        grads_there=held.grads_there,
         pipeline=pipeline,
         states=states,
         sums=held.sums,
@@ -326,7 +329,8 @@ class _Memory:
 @dataclass(frozen=True)
 class _Held:
     params: Params
-    grads: GradStores
+    grads: GradStore
+    grads_there: DeviceGrads | None
     sums: DeviceSums
     files: WeightFiles
     images: BeforeImages | None
@@ -394,9 +398,12 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     # Last, so that a later process finds all other extents in the same place: the gradients' space varies with free
     # memory.
     grads = undo.enter_context(closing(_hold_gradients(plan, memory)))
-    units, handing_over = grads.host.units, memory.arena.handing_over
-    sums = DeviceSums(units, sizing.grad_dtype, memory.there.sums, device, handing_over)
-    return _Held(params, grads, sums, files, images)
+    budgets, handing_over = memory.there, memory.arena.handing_over
+    there = None
+    if sizing.there or sizing.may_come:
+        there = DeviceGrads(grads.units, grads.dtype, budgets.grads, device, grads.norms, handing_over)
+    sums = DeviceSums(grads.units, grads.dtype, budgets.sums, device, handing_over)
+    return _Held(params, grads, there, sums, files, images)
 
 
 def _make_executor(
@@ -408,17 +415,16 @@ def _make_executor(
     moving = [spec.offloaded for spec in sizing.specs]
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ModelViews(writable=plan.config.zero.stage < 3)
-    on_device = None if grads.device is None else OnDevice(params, grads.device, states, sizing.layout)
     units = [
-        Unit(each, UnitViews(unit, model, each, views), of_grads, grads.host, of_states)
+        Unit(each, UnitViews(unit, model, each, views), of_grads, grads, of_states)
         for unit, each, of_grads, of_states in zip(
-            sizing.partition.units, params.units, grads.host.units, states.units, strict=True
+            sizing.partition.units, params.units, grads.units, states.units, strict=True
         )
     ]
-    in_flight = InFlight(params, grads.host, pipeline, memory.counters, on_device)
+    in_flight = InFlight(params, grads, held.grads_there, states, pipeline, memory.counters)
     sharing = plan.groups.sharing
     advice = memory.there.advice
-    return Executor(units, views, params, grads.host, in_flight, pipeline, cycle, memory.counters, advice, sharing)
+    return Executor(units, views, params, grads, in_flight, pipeline, cycle, memory.counters, advice, sharing)
 
 
 @contextmanager
@@ -456,38 +462,31 @@ def make_gradients(runtime: Runtime) -> Gradients:
             partial,
         )
     streams = rules.grads.stream and not runtime.parts.shares
-    stores, counters = runtime.grads, runtime.counters
+    there, counters = runtime.grads_there, runtime.counters
     first = parts_before(partition.units, whole=rules.grads.reduces)
     totals = [
         UnitTotal(unit, row, first[row.index], unit.trained)
         for unit, row in zip(partition.units, runtime.executor.units, strict=True)
     ]
-    to_host = ToHost(stores.host, source, counters, streams=streams)
-    stays = None if stores.device is None else Stays(stores.device, source)
+    to_host = ToHost(runtime.grads, source, counters, streams=streams)
+    stays = None if there is None else Stays(there, source)
     return Gradients(totals, source, to_host, stays, runtime.sums, counters, runtime.parts)
 
 
-def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStores:
-    sizing, link = plan.sizing, plan.link
-    shards, dtype = sizing.shards, sizing.grad_dtype
+def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:
+    sizing = plan.sizing
     parts = parts_before(sizing.partition.units, whole=sizing.rules.grads.reduces)[-1]
-    norms = Norms(sizing.rules.measured_there(parts), link)
-    host = GradStore(
-        shards.numels,
-        shards.below,
-        dtype,
+    return GradStore(
+        sizing.shards.numels,
+        sizing.shards.below,
+        sizing.grad_dtype,
         memory.arena,
         plan.split.grads_bytes,
         plan.placement.grad_homes,
         memory.counters,
         memory.swap,
-        norms,
+        Norms(sizing.rules.measured_there(parts), plan.link),
     )
-    device = None
-    if sizing.there or sizing.may_come:
-        there, handing_over = memory.there.grads, memory.arena.handing_over
-        device = DeviceGrads(host.units, dtype, there, link.device, norms, handing_over)
-    return GradStores(host, device)
 
 
 def _tell_of_waiting(plan: _Plan, held: _Held) -> None:

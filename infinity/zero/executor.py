@@ -156,7 +156,10 @@ class Executor:
         """Perform the scheduler's actions for an event. Return whether there were any."""
         action = None
         for action in self._scheduler.on(event):
-            _PERFORMERS[type(action)](self, action)
+            if isinstance(action, AwaitAnyUpdate):
+                self._in_flight.finish_one()
+            else:
+                _PERFORMERS[type(action)](self, self.units[action.unit], action)
         return action is not None
 
     def gather_owed(self, unit: int | None = None) -> None:
@@ -198,17 +201,15 @@ class Executor:
 
     # Actions #
 
-    def _fetch(self, action: Fetch) -> None:
-        row, priority = self.units[action.unit], Priority.DEMAND if action.urgent else Priority.PREFETCH
+    def _fetch(self, row: Unit, action: Fetch) -> None:
+        priority = Priority.DEMAND if action.urgent else Priority.PREFETCH
         self._params.fetch_start(row.params, priority, updated=row.due is not None)
 
-    def _await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
-        params = self.units[action.unit].params
-        if params.residency is Residency.FETCHING:
-            self._params.fetch_wait(params)
+    def _await_fetch(self, row: Unit) -> None:
+        if row.residency is Residency.FETCHING:
+            self._params.fetch_wait(row.params)
 
-    def _evict(self, action: Evict) -> None:
-        row = self.units[action.unit]
+    def _evict(self, row: Unit) -> None:
         if row.params.is_dirty():  # rare: the updates of units that the plan evicts write to NVMe, too
             with self._in_host_memory(row):
                 row.params.write_home()
@@ -225,37 +226,14 @@ class Executor:
         finally:
             self._params.close_host(row.params)
 
-    def _await_any_update(self, _: AwaitAnyUpdate) -> None:
-        self._in_flight.finish_one()
-
-    def _await_update(self, action: AwaitUpdate) -> None:
-        self._in_flight.finish(self.units[action.unit])
-
-    def _submit(self, action: Submit) -> None:
-        self._in_flight.submit(self.units[action.unit], action.write, action.needed)
-
-    def _submit_ahead(self, action: SubmitAhead) -> None:
-        row = self.units[action.unit]
+    def _submit_ahead(self, row: Unit, action: SubmitAhead) -> None:
         if self._in_flight.can_run_ahead(row, action.write, action.needed):
             row.views.cover()
             self._in_flight.run_ahead(row, action.write, action.needed)
 
-    def _update_on_device(self, action: UpdateOnDevice) -> None:
-        self._in_flight.update_on_device(self.units[action.unit])
-
-    def _await_gradients(self, action: AwaitGradients) -> None:
-        self._grads.finish_moves(self.units[action.unit].grads)
-
-    def _spill(self, action: Spill) -> None:
-        self._grads.spill(self.units[action.unit].grads)
-
-    def _await_spill(self, action: AwaitSpill) -> None:
-        self._grads.await_spill(self.units[action.unit].grads)
-
-    def _await_newest(self, action: AwaitNewest) -> None:
-        row = self.units[action.unit]
+    def _await_newest(self, row: Unit) -> None:
         self._in_flight.wait_computed(row)
-        self._await_fetch(action)
+        self._await_fetch(row)
         self._params.await_update(row.params)
 
     # The plan #
@@ -630,17 +608,16 @@ class Executor:
 
 
 # Unbound methods: bound ones would form a cycle, and an unreferenced executor would stay until a garbage collection.
-_PERFORMERS: dict[type[Action], Callable[[Executor, Any], None]] = {
+_PERFORMERS: dict[type[Action], Callable[[Executor, Unit, Any], object]] = {
     Fetch: Executor._fetch,
-    AwaitFetch: Executor._await_fetch,
-    AwaitGradients: Executor._await_gradients,
-    AwaitSpill: Executor._await_spill,
-    AwaitUpdate: Executor._await_update,
-    Evict: Executor._evict,
-    Spill: Executor._spill,
-    Submit: Executor._submit,
+    AwaitFetch: lambda executor, row, _: executor._await_fetch(row),
+    AwaitGradients: lambda executor, row, _: executor._grads.finish_moves(row.grads),
+    AwaitSpill: lambda executor, row, _: executor._grads.await_spill(row.grads),
+    AwaitUpdate: lambda executor, row, _: executor._in_flight.finish(row),
+    Evict: lambda executor, row, _: executor._evict(row),
+    Spill: lambda executor, row, _: executor._grads.spill(row.grads),
+    Submit: lambda executor, row, action: executor._in_flight.submit(row, action.write, action.needed),
     SubmitAhead: Executor._submit_ahead,
-    UpdateOnDevice: Executor._update_on_device,
-    AwaitNewest: Executor._await_newest,
-    AwaitAnyUpdate: Executor._await_any_update,
+    UpdateOnDevice: lambda executor, row, _: executor._in_flight.update_on_device(row),
+    AwaitNewest: lambda executor, row, _: executor._await_newest(row),
 }

@@ -22,12 +22,13 @@ from queue import SimpleQueue
 import torch
 
 from infinity.errors import CapacityError, InfinityError
+from infinity.kernels import update_on_device
 from infinity.optim.before_images import Image
+from infinity.optim.formats import StateLayout
 from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import GradStore, Memory, Params
-from infinity.zero.on_device import OnDevice
+from infinity.tiers import DeviceGrads, Fields, GradStore, Memory, Params, StateStore
 from infinity.zero.unit import Ahead, OldParams, Unit
 
 FreeGradients = Callable[[Unit], bool]
@@ -37,7 +38,7 @@ class InFlight:
     """The units whose updates are due, in the pipeline, or finished.
 
     Args:
-        device: updates units whose states are on the device; None if there are none.
+        there: gradients of units whose states are on the device; None if there are no such units.
 
     Attributes:
         finished: units whose updates are finished; the reader removes them.
@@ -49,9 +50,10 @@ class InFlight:
         self,
         params: Params,
         grads: GradStore,
+        there: DeviceGrads | None,
+        states: StateStore,
         pipeline: UpdatePipeline,
         counters: Counters,
-        device: OnDevice | None = None,
     ) -> None:
         self.finished: list[Unit] = []
         self.some_rest = False
@@ -61,7 +63,8 @@ class InFlight:
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
-        self._device = device
+        self._there = there
+        self._states = states
         self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed or have failed
         # These give the order of units; their state is in the rows. An interrupt may leave a stale entry here.
         self._due: dict[Unit, None] = {}
@@ -87,10 +90,19 @@ class InFlight:
     # Into the pipeline #
 
     def update_on_device(self, each: Unit) -> None:
-        """Run the due update of a unit whose states are on the device."""
+        """Run the due update of a unit whose states are on the device.
+
+        It is queued on the compute stream, before all later computation, so that nobody needs to wait for it.
+        """
         with self._handing_over:
-            assert self._device is not None
-            self._device.update(each.params, each.grads, self._take_due(each))
+            assert self._there is not None
+            segments = self._take_due(each)
+            param, grad = self._params.begin_device_change(each.params), self._there.tensor(each.grads)
+            with self._states.changing_there(each.index) as fields:
+                for segment in segments:
+                    _update_there(self._pipeline.layout, segment, param, grad, fields)
+            self._params.end_device_change(each.params)
+            self._there.drop(each.grads)
             self.finished.append(each)
 
     def submit(self, each: Unit, write: bool, needed: int) -> None:
@@ -498,6 +510,21 @@ class InFlight:
                 each.params.field.finish_move(write)
             ticket.result()  # raises if the update failed
             self.finished.append(each)
+
+
+def _update_there(
+    layout: StateLayout, segment: Segment, param: torch.Tensor, grad: torch.Tensor, fields: Fields
+) -> None:
+    """Update a segment of a unit on the device."""
+    here, part = slice(segment.start, segment.stop), layout.narrow(fields, segment.start, segment.stop)
+    update_on_device(
+        segment.rule,
+        param[here],
+        grad[here],
+        master=None if layout.master is None else part[layout.master],
+        first=None if layout.first is None else part[layout.first],
+        second=None if layout.second is None else part[layout.second],
+    )
 
 
 def _put(ended: SimpleQueue[int], unit: int, _: Future[None]) -> None:

@@ -40,7 +40,7 @@ USES = [  # accumulation, clipping, schedule
 
 def places(engine: infinity.Engine) -> dict[int, int]:
     """Where spilled gradients are in the one swap file: offset and bytes of each unit's."""
-    store = engine._runtime.grads.host
+    store = engine._runtime.grads
     pieces = [each.extent.pieces for each in store.units if each.extent is not None]
     return {piece.offset: piece.nbytes for (piece,) in pieces}
 
@@ -214,7 +214,7 @@ def test_a_full_disk_is_refused_with_what_is_needed_and_what_is_free(tmp_path) -
 
 def flip_a_byte(engine: infinity.Engine, file: Path) -> int:
     """Of gradients that are on the drive alone; returns where."""
-    store = engine._runtime.grads.host
+    store = engine._runtime.grads
     for unit in list(store.leased):
         if store.units[unit].host.state is State.LEAVING:
             store.await_spill(store.units[unit])
