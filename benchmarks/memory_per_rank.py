@@ -123,11 +123,11 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     staying = sum(storage_bytes(runtime.params.units[unit].tensor) for unit in units if not offloaded(runtime, unit))
     gathered = runtime.host.parts["parameters"].used_bytes if any(offloaded(runtime, unit) for unit in units) else 0
     homes = lease_bytes(each.lease for each in runtime.params.units)
-    own = lease_bytes(each.own for each in runtime.grads.host._units if each.own is not None)
-    lent = lease_bytes(each.lease for each in runtime.grads.host._units if each.lease is not None)
+    own = lease_bytes(each.own for each in runtime.grads.units if each.own is not None)
+    lent = lease_bytes(each.lease for each in runtime.grads.units if each.lease is not None)
     tiles = [tile.lease for unit in units for tile in runtime.pipeline._states.tiles(unit)]
     states = lease_bytes(tiles)
-    source = engine._step.gradients._source
+    source = engine._step.gradients.source
     here = [each.collected for each in getattr(source, "_units", ()) if each.collected is not None]
     collected = sum(storage_bytes(each.loan.tensor) for each in here)
     spare = sum(memory.nbytes for memory in getattr(source, "_spare", ()))

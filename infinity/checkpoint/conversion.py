@@ -35,7 +35,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.kernels import Dither
 from infinity.optim.formats import StateLayout, layout_with_moments, read_moments, write_moments
 from infinity.tiers import Sharding
-from infinity.zero.partition import Alignment, ParamSlot, Unit, lay_out_unit
+from infinity.zero.partition import Alignment, ParamSlot, UnitLayout, lay_out_unit
 
 _CHUNK = 1 << 20  # elements; a multiple of every block of scales
 
@@ -167,7 +167,7 @@ class _Conversion:
         self._units = self._of_files(source)
         self._total = sum(slot.numel for unit in self._units for slot in unit.slots)
 
-    def _of_files(self, source: Manifest) -> list[Unit]:
+    def _of_files(self, source: Manifest) -> list[UnitLayout]:
         """The parameters that are stored together, laid out for the ranks; their order is that of the manifest."""
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for key, tensor in source.tensors.items():
@@ -196,7 +196,7 @@ class _Conversion:
         }
 
     def _write_shard(
-        self, directory: Path, unit: Unit, sharding: Sharding, reader: StoredReader, staging: Staging
+        self, directory: Path, unit: UnitLayout, sharding: Sharding, reader: StoredReader, staging: Staging
     ) -> list[tuple[str, TensorPart]]:
         """Write one rank's part of a unit, if it has any."""
         own = list(unit.parts(sharding))

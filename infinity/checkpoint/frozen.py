@@ -38,7 +38,7 @@ class FrozenShards:
         self._with_others: list[Shard] = []
         for unit in units_to_write(runtime):
             shard = Shard(unit, runtime, (False,), _LABEL)
-            read = None if shard.is_empty else runtime.params.units[unit.index].frozen_reader()
+            read = None if shard.is_empty else runtime.row(unit).params.frozen_reader()
             if read is not None:
                 self._apart.append((shard, read))
             elif not shard.is_empty:

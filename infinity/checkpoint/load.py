@@ -31,7 +31,7 @@ from infinity.checkpoint.stored import StoredReader, StoredTensor, check_files, 
 from infinity.errors import CheckpointError
 from infinity.optim.formats import StateLayout, write_master
 from infinity.zero.build import Runtime
-from infinity.zero.partition import SlotPart, Unit
+from infinity.zero.partition import SlotPart, UnitLayout
 
 _CHECK_THREADS = 4  # of all ranks of a machine; reading and checksums leave Python's lock alone
 
@@ -236,7 +236,7 @@ class _Source:
         return self.reader.read(f"{field}.{part.slot.name}", part.offset, part.stop - part.start)
 
 
-def _load_unit(unit: Unit, source: _Source, runtime: Runtime) -> None:
+def _load_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
     layout, partition = runtime.layout, runtime.partition
     if unit.runs:
         _compare_unit(unit, source, runtime)
@@ -252,7 +252,7 @@ def _load_unit(unit: Unit, source: _Source, runtime: Runtime) -> None:
                 flat[part.shard].copy_(source.weights(part))
 
 
-def _compare_unit(unit: Unit, source: _Source, runtime: Runtime) -> None:
+def _compare_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
     """A unit that is used where it lies has the checkpoint's values already, as far as that has them."""
     with runtime.executor.resident(unit.index) as flat:
         for part in runtime.partition.parts(unit):

@@ -14,7 +14,7 @@ from infinity.checkpoint.stored import StoredTensor, TensorPart
 from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile
 from infinity.optim.formats import StateField, StateLayout, read_master
 from infinity.zero.build import Runtime
-from infinity.zero.partition import ParamSlot, SlotPart, Unit
+from infinity.zero.partition import ParamSlot, SlotPart, UnitLayout
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -59,12 +59,12 @@ def assemble(runtime: Runtime, written: list[list[WrittenPart]], *, frozen: bool
     return tensors
 
 
-def units_to_write(runtime: Runtime) -> list[Unit]:
+def units_to_write(runtime: Runtime) -> list[UnitLayout]:
     """All units where no other rank has the same shard; else this rank's share, so that one rank writes each."""
     units, replicas = runtime.partition.units, runtime.groups.replicas
     if replicas.size == 1:
         return list(units)
-    shares: list[list[Unit]] = [[] for _ in range(replicas.size)]
+    shares: list[list[UnitLayout]] = [[] for _ in range(replicas.size)]
     for unit in sorted(units, key=lambda unit: -unit.numel):
         min(shares, key=lambda share: sum(one.numel for one in share)).append(unit)
     return shares[replicas.rank]
@@ -97,7 +97,9 @@ class Shard:
         label: in the file's name.
     """
 
-    def __init__(self, unit: Unit, runtime: Runtime, kinds: Collection[bool] = (True, False), label: str = "") -> None:
+    def __init__(
+        self, unit: UnitLayout, runtime: Runtime, kinds: Collection[bool] = (True, False), label: str = ""
+    ) -> None:
         self.unit = unit
         self._runtime = runtime
         self._name = f"unit-{unit.index:05d}{label}{runtime.partition.sharding.label}.safetensors"
@@ -182,6 +184,6 @@ class Shard:
             self._file.abandon()
 
 
-def trained_numel(unit: Unit, runtime: Runtime) -> int:
+def trained_numel(unit: UnitLayout, runtime: Runtime) -> int:
     """Elements of this rank's shard of a unit that the optimizer works on."""
     return unit.trainable_numel // runtime.partition.sharding.count

@@ -25,7 +25,7 @@ from infinity.errors import CheckpointError
 from infinity.tiers import Residency
 from infinity.tiers.states import Tile
 from infinity.zero.build import Runtime
-from infinity.zero.partition import Unit
+from infinity.zero.partition import UnitLayout
 
 
 class _Unit:
@@ -36,7 +36,7 @@ class _Unit:
         flushed: what was written, when it is on the drive.
     """
 
-    def __init__(self, unit: Unit, runtime: Runtime) -> None:
+    def __init__(self, unit: UnitLayout, runtime: Runtime) -> None:
         self.shard = Shard(unit, runtime, (True,))
         self.numel = trained_numel(unit, runtime)
         self.stop = 0
@@ -149,7 +149,7 @@ class Snapshot:
                         sums[index, start] = _sum(flat[start : start + numel])
         return sums
 
-    def _check(self, unit: Unit, start: int, flat: torch.Tensor) -> None:
+    def _check(self, unit: UnitLayout, start: int, flat: torch.Tensor) -> None:
         before = self._sums.get((unit.index, start))
         if before is not None and before != _sum(flat):
             names = ", ".join(slot.name for slot in unit.slots[:3])

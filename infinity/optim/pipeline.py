@@ -51,6 +51,7 @@ class UpdatePipeline:
     """Runs update jobs, see schedule/update_queue.py.
 
     Attributes:
+        layout: of the states.
         waits: waiting times of the worker, which are also part of the time to wait for a ticket.
         undoing: the undo log.
         before_update: called by the worker for every tile of a job before its update, in order; must not raise. May be
@@ -69,7 +70,7 @@ class UpdatePipeline:
         counters: Counters,
         images: BeforeImages | None = None,
     ) -> None:
-        self._layout = layout
+        self.layout = layout
         self._states = states
         self._counters = counters
         self.waits = Waits(counters.timeline)
@@ -266,7 +267,7 @@ class UpdatePipeline:
                 if write is not None:
                     write.result()
         self._ring.clear()
-        self._states.note_homes(unit)
+        self._states.units[unit].note_homes()
 
     def take_over(self) -> None:
         """Load all states that an earlier process left on NVMe; no job may be queued.
@@ -450,7 +451,7 @@ class UpdatePipeline:
                 None if new_fields is None else self._fields.part(new_fields, tile, start, stop),
             )
             lost = update(
-                self._layout,
+                self.layout,
                 job.param[start:stop],
                 self._fields.part(fields, tile, start, stop),
                 job.grad[start:stop],

@@ -126,11 +126,15 @@ class _Unit(UnitState):
         coming: transfers of the gradients to the memory where they wait.
         due: tiles of the update that is due; None if none is.
         ticket: the update in the worker's queue.
-        ahead: number of tiles updated speculatively, until the norm is known.
+        ahead: number of tiles updated speculatively, until the norm is known; then `begun`, until the others are
+            submitted.
         kept_bytes: of the undo log that they take.
     """
 
-    is_reconstructable = False  # whether an update is written is decided beforehand
+    due: deque[tuple[int, TileWork]] | None
+    begun: int | None
+    ticket: Ticket | None
+    ahead: int | None
     is_updated_on_device = False  # its time is part of the device's computation
     residency = Residency.RESIDENT
     gradients = State.ABSENT
@@ -146,9 +150,6 @@ class _Unit(UnitState):
         self.spilling: Task | None = None
         self.has_spilled = False
         self.coming: list[Task] = []
-        self.due: deque[tuple[int, TileWork]] | None = None
-        self.ticket: Ticket | None = None
-        self.ahead = 0
         self.kept_bytes = 0
         self._memory = memory
         self._others = others
@@ -168,22 +169,6 @@ class _Unit(UnitState):
         if self.spills:
             return len(self._memory.in_slots) < self._memory.slots or self.written() is not None
         return self.work.grad_bytes <= self._memory.free_bytes
-
-    @property
-    def update_is_due(self) -> bool:
-        return self.due is not None
-
-    @property
-    def update_has_begun(self) -> bool:
-        return self.due is not None and self.ahead > 0
-
-    @property
-    def update_is_submitted(self) -> bool:
-        return self.ticket is not None
-
-    @property
-    def is_updating(self) -> bool:
-        return self.due is not None or self.ticket is not None or self.ahead > 0
 
     def written(self) -> _Unit | None:
         """Return a unit whose gradients are on the drive and still have a slot."""
@@ -392,12 +377,12 @@ class Stage:
             case Submit(needed=needed):
                 assert row.due is not None
                 self._open_grads(row)
-                tiles, row.due, row.ahead = row.due, None, 0
+                tiles, row.due, row.begun = row.due, None, None
                 self._due.pop(row, None)
                 self._hand_over(row, tiles, needed)
             case SubmitAhead(needed=needed):
-                row.ahead = self._keep_old(row, needed)
-                if row.ahead:
+                row.ahead = self._keep_old(row, needed) or None
+                if row.ahead is not None:
                     self._hand_over(row, deque(enumerate(map(aside, row.work.tiles[: row.ahead]))), needed)
             case AwaitUpdate():
                 yield from self._await_update(row)
@@ -500,7 +485,7 @@ class Stage:
             yield from self._update(row, deque(enumerate(work.tiles)))
         elif last and self._may_run_ahead(work):
             yield from self._do(UpdateForeseen(row.index))
-            if row.ahead:
+            if row.ahead is not None:
                 self._finals.append(row.index)
         if row.gradients is State.WRITING:
             row.gradients = State.VALID
@@ -559,7 +544,7 @@ class Stage:
         self.worker.queue.remove(ticket)
         row.coming = ticket.ready
         self._forget_old(row)
-        row.ahead, row.ticket = 0, None
+        row.ahead = row.ticket = None
         del self._submitted[row]
 
     def _forget_old(self, row: _Unit) -> None:
@@ -574,7 +559,7 @@ class Stage:
         """Free the resources of a finished update."""
         row.ticket = None
         del self._submitted[row]
-        if row.ahead:  # the norm is unknown, or the other tiles are due
+        if row.ahead is not None or row.begun is not None:  # the norm is unknown, or the other tiles are due
             if row.work.recovers:
                 self._grads_used(row)
             else:
@@ -605,15 +590,15 @@ class Stage:
         rows = sorted(
             (row for row in self._rows if row.work.tiles), key=lambda row: self.scheduler.cycle.first_use(row.index)
         )
-        self.worker.queue.expect([row.index for row in rows if not row.ahead])
+        self.worker.queue.expect([row.index for row in rows if row.ahead is None])
         for row in rows:
-            left = deque(list(enumerate(row.work.tiles))[row.ahead :])
+            done, row.ahead = row.ahead, None
+            left = deque(list(enumerate(row.work.tiles))[done:])
             self._forget_old(row)
             if left:
+                row.begun = done
                 yield from self._update(row, left)
-                continue
-            row.ahead = 0
-            if row.ticket is None:
+            elif row.ticket is None:
                 self._grads_used(row)
             else:  # tiles that it has not reached are updated in place
                 row.ticket.tiles = deque((index, row.work.tiles[index]) for index, _ in row.ticket.tiles)

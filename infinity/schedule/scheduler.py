@@ -186,7 +186,7 @@ class Scheduler:
         """Bring the unit's newest parameters into memory."""
         if row.residency is _STORED:
             yield from self._fetch_now(row)
-        if row.update_is_due:
+        if row.due is not None:
             yield from self._update_now(row)
         yield AwaitNewest(row.index)
         self._arrived(row)
@@ -244,12 +244,12 @@ class Scheduler:
             if other.residency is _RESIDENT and not other.is_pinned:
                 yield from self._evict(other)
                 return
-        if any(other.update_is_submitted for other in self.rows):
+        if any(other.ticket is not None for other in self.rows):
             yield AwaitAnyUpdate()
             return
         for other in self._fetching:  # prefetched for a use that did not come
             if not other.is_pinned:
-                if other.update_is_due:
+                if other.due is not None:
                     yield from self._update_now(other)
                 else:
                     yield AwaitFetch(other.index)
@@ -271,13 +271,13 @@ class Scheduler:
 
     def _try_update(self, row: UnitState) -> Actions:
         """Submit the unit's update if one is due, or mark it as blocked, see [Note: blocked updates]."""
-        if not row.update_is_due:
+        if row.due is None:
             return
         if row.is_updated_on_device:
             yield UpdateOnDevice(row.index)
             return
-        if row.update_is_submitted:
-            if row.update_has_begun:  # the speculative part of the same update is still in the pipeline
+        if row.ticket is not None:
+            if row.begun is not None:  # the speculative part of the same update is still in the pipeline
                 self.blocked[row] = None
                 return
             yield AwaitUpdate(row.index)  # the last step's: computed, but not all written yet
@@ -289,11 +289,11 @@ class Scheduler:
 
     def _update_now(self, row: UnitState) -> Actions:
         """Submit the unit's due update. Wait for room if necessary."""
-        if row.update_has_begun and row.update_is_submitted:
+        if row.begun is not None and row.ticket is not None:
             yield AwaitUpdate(row.index)
-        while row.update_is_due:
+        while row.due is not None:
             yield from self._try_update(row)
-            if row.update_is_due and not (yield from self._free_gradients(row)):
+            if row.due is not None and not (yield from self._free_gradients(row)):
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{row.name}`: raise tiering.host_memory"
                 )
@@ -307,11 +307,11 @@ class Scheduler:
     def _retry_updates(self) -> Actions:
         """Submit blocked updates, the longest first. Stop at the first without room: the others need the same."""
         for row in list(self.blocked):
-            if not row.update_is_due or row.residency is _STORED:
+            if row.due is None or row.residency is _STORED:
                 del self.blocked[row]
-            elif not (row.update_has_begun and row.update_is_submitted):
+            elif row.begun is None or row.ticket is None:
                 yield from self._try_update(row)
-                if row.update_is_due:
+                if row.due is not None:
                     return
 
     def _urgency(self, row: UnitState) -> tuple[bool, int]:
@@ -341,7 +341,7 @@ class Scheduler:
                         yield Spill(other.index)
                     yield AwaitSpill(other.index)
                     return True
-        if any(other.update_is_submitted for other in self.rows):
+        if any(other.ticket is not None for other in self.rows):
             yield AwaitAnyUpdate()
             return True
         return False

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from infinity.tiers import Residency
 from infinity.tiers.copies import State
 
 
 class UnitState(ABC):
-    """A row. State that changes during training is read from its owner, so that it exists once.
+    """A row. The states of parameters and gradients are read from their owners, so that they exist once.
 
     Args:
         nbytes: of the parameters in memory.
         moves: the parameters are fetched and evicted; if False, they stay in memory.
         spills: the gradients may be written to NVMe, and share memory with other units' gradients.
+
+    Attributes:
+        due: this step's update, not submitted yet.
+        begun: the part of it that a speculative update has done already.
+        ticket: the update in the optimizer's queue, or being written home.
+        ahead: a speculative update. Each of these four is None if there is none; the scheduler asks no more of them.
+        is_reconstructable: the optimizer states can reconstruct the old parameters, if the next update is like the
+            last one.
     """
 
-    __slots__ = ("index", "moves", "name", "nbytes", "spills")
+    __slots__ = ("ahead", "begun", "due", "index", "is_reconstructable", "moves", "name", "nbytes", "spills", "ticket")
+
+    due: Any
+    begun: Any
+    ticket: Any
+    ahead: Any
 
     def __init__(self, index: int, name: str, nbytes: int, *, moves: bool, spills: bool) -> None:
         self.index = index
@@ -25,6 +39,8 @@ class UnitState(ABC):
         self.nbytes = nbytes
         self.moves = moves
         self.spills = spills
+        self.due = self.begun = self.ticket = self.ahead = None
+        self.is_reconstructable = False
 
     def __repr__(self) -> str:
         return f"<unit {self.index} {self.name}: {self.residency.name}>"
@@ -64,26 +80,6 @@ class UnitState(ABC):
         """Whether the optimizer states are on the device, so that updates run there."""
 
     @property
-    @abstractmethod
-    def update_is_due(self) -> bool:
-        """Whether this step's update of the unit is still to be submitted."""
-
-    @property
-    @abstractmethod
-    def update_has_begun(self) -> bool:
-        """Whether a speculative update has done a part of the due update."""
-
-    @property
-    @abstractmethod
-    def update_is_submitted(self) -> bool:
-        """Whether an update of the unit is in the optimizer's queue or being written home."""
-
-    @property
-    @abstractmethod
     def is_updating(self) -> bool:
         """Whether an update is due, submitted or speculative: the copy in memory is not the newest value."""
-
-    @property
-    @abstractmethod
-    def is_reconstructable(self) -> bool:
-        """Whether the optimizer states can reconstruct the old parameters, if the next update is like the last one."""
+        return self.due is not None or self.ticket is not None or self.ahead is not None

@@ -73,7 +73,6 @@ class Row(UnitState):
     updates = 0
     residency = Residency.RESIDENT
     gradients = State.ABSENT
-    is_reconstructable = False
     stale = False
     fetch: Operation | None = None
     readers = home_readers = home_writers = 0
@@ -83,10 +82,10 @@ class Row(UnitState):
     updating_tile: int | None = None
     computing = False
     pins = 0
-    due: Due | None = None
-    begun: frozenset[int] | None = None
-    ticket: Ticket | None = None
-    ahead: Ahead | None = None
+    due: Due | None
+    begun: frozenset[int] | None
+    ticket: Ticket | None
+    ahead: Ahead | None
     grad_host: Gradient | None = None
     grad_drive: Gradient | None = None
     grad_pins = 0
@@ -121,22 +120,6 @@ class Row(UnitState):
     @property
     def is_updated_on_device(self) -> bool:
         return self.spec.on_device
-
-    @property
-    def update_is_due(self) -> bool:
-        return self.due is not None
-
-    @property
-    def update_has_begun(self) -> bool:
-        return self.begun is not None
-
-    @property
-    def update_is_submitted(self) -> bool:
-        return self.ticket is not None
-
-    @property
-    def is_updating(self) -> bool:
-        return self.due is not None or self.ticket is not None or self.ahead is not None
 
     # Home #
 

@@ -3,10 +3,9 @@
 from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.activations import ActivationStore
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
-from infinity.tiers.device_grads import DeviceGrads, GradStores
+from infinity.tiers.device_grads import DeviceGrads, DeviceSums
 from infinity.tiers.device_states import DeviceStates, Fields
-from infinity.tiers.device_sums import DeviceSums
-from infinity.tiers.grads import ARRIVING_UNITS, GradHomes, GradStore
+from infinity.tiers.grads import ARRIVING_UNITS, GradHomes, GradStore, UnitGrads
 from infinity.tiers.link import (
     AcceleratorLink,
     HostMemory,
@@ -44,7 +43,6 @@ __all__ = [
     "FrozenReader",
     "GradHomes",
     "GradStore",
-    "GradStores",
     "HostMemory",
     "Link",
     "Memory",
@@ -61,6 +59,7 @@ __all__ = [
     "SwapPath",
     "SwapSpace",
     "Transfer",
+    "UnitGrads",
     "WeightFile",
     "WeightFiles",
     "accelerator",

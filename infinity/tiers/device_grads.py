@@ -1,35 +1,27 @@
-"""Gradients of units that are updated on the device: they never leave it."""
+"""Gradients on the device: of units that are updated there, and sums over a step's micro-batches of the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from infinity.memory import Budget
 from infinity.memory.hand_over import HandingOver
-from infinity.tiers.copies import Move, Transfer
-from infinity.tiers.grads import GradStore
+from infinity.tiers.copies import Transfer
+from infinity.tiers.grads import UnitGrads
 from infinity.tiers.norms import Norms
 
 
-@dataclass(slots=True)
-class _UnitGrads:
-    """One unit's gradients, and the copy of their last norm."""
-
-    buffer: torch.Tensor
-    measured: Transfer | None = None
-
-
 class DeviceGrads:
-    """Flat gradient buffers on the device, one for each unit, from the first gradient to the end of the update.
+    """Flat gradient buffers of units that are updated on the device, from the first gradient to the end of the update.
 
-    The methods are the ones of `GradStore`. All work on a buffer runs in the order of the compute stream, so no method
-    waits, and freed memory may be reused at once.
+    The methods are those of `GradStore`, without a hand-over: an update on the device reads the buffer and drops it.
+    All work on a buffer runs in the order of the compute stream, so no method waits, and freed memory may be reused at
+    once.
 
     Args:
-        numels: trainable elements of each unit, padded.
+        units: the gradients of all units.
         dtype: dtype in which gradients are held.
         budget: device memory for them.
         device: the device that computes them.
@@ -42,7 +34,7 @@ class DeviceGrads:
 
     def __init__(
         self,
-        numels: Sequence[int],
+        units: Sequence[UnitGrads],
         dtype: torch.dtype,
         budget: Budget,
         device: torch.device,
@@ -50,97 +42,127 @@ class DeviceGrads:
         handing_over: HandingOver,
     ) -> None:
         self.norms = norms
-        self._numels = numels
+        self._units = units
         self._dtype = dtype
         self.budget = budget
         self._device = device
         self._handing_over = handing_over
-        self._units: dict[int, _UnitGrads] = {}  # units that have gradients
 
     # Adding #
 
-    def open(self, unit: int) -> torch.Tensor | None:
+    def open(self, each: UnitGrads) -> torch.Tensor | None:
         """Return the unit's gradients for accumulation, undefined if it has none yet; None while there is no room."""
-        each = self._units.get(unit)
-        if each is None:
-            if self.lacks_capacity(unit):
+        if each.there is None:
+            if self.lacks_capacity(each):
                 return None
             with self._handing_over:
-                self.budget.take(self._nbytes(unit), f"gradients of unit {unit}")
-                each = _UnitGrads(torch.empty(self._numels[unit], dtype=self._dtype, device=self._device))
-                self._units[unit] = each
-        return each.buffer
+                self.budget.take(self._nbytes(each), f"gradients of unit {each.unit}")
+                each.there = torch.empty(each.numel, dtype=self._dtype, device=self._device)
+        return each.there
 
-    def measure(self, unit: int, index: int, values: torch.Tensor) -> Transfer:
+    def measure(self, each: UnitGrads, index: int, values: torch.Tensor) -> Transfer:
         """Measure these gradients of the unit, and start copying the norm to `index` of `norms`."""
-        copy = self._units[unit].measured = self.norms.bring(index, values)
+        copy = each.measured = self.norms.bring(index, values)
         return copy
 
-    def tensor(self, unit: int) -> torch.Tensor:
-        return self._units[unit].buffer
+    def tensor(self, each: UnitGrads) -> torch.Tensor:
+        assert each.there is not None
+        return each.there
 
-    def has_come(self, unit: int) -> bool:
+    def has_come(self, each: UnitGrads) -> bool:
         """Whether the norms of the unit's gradients are in host memory."""
-        each = self._units.get(unit)
-        return each is None or each.measured is None or each.measured.done()  # the last copy runs behind all others
+        return each.measured is None or each.measured.done()  # the last copy runs behind all others
 
-    def rest(self, unit: int) -> None:
+    def rest(self, each: UnitGrads) -> None:
         """Do nothing: the gradients stay on the device."""
 
-    def holds(self, unit: int) -> bool:
+    def holds(self, each: UnitGrads) -> bool:
         """Whether the unit has gradients that no update uses; an update on the device drops them before it returns."""
-        return unit in self._units
+        return each.there is not None
 
-    def drop(self, unit: int) -> None:
+    def drop(self, each: UnitGrads) -> None:
         with self._handing_over:
-            del self._units[unit]
-            self.budget.give(self._nbytes(unit))
+            each.there = each.measured = None
+            self.budget.give(self._nbytes(each))
 
     # Room #
 
-    def lacks_capacity(self, unit: int) -> bool:
+    def lacks_capacity(self, each: UnitGrads) -> bool:
         """Whether the budget has too little room for the unit's gradients."""
-        return not self.budget.fits(self._nbytes(unit))
+        return not self.budget.fits(self._nbytes(each))
 
-    def _nbytes(self, unit: int) -> int:
-        return self._numels[unit] * self._dtype.itemsize
-
-    # Updates #
-
-    def can_hand_over(self, unit: int) -> bool:
-        return True
-
-    def hand_over(self, unit: int) -> tuple[torch.Tensor, tuple[Move, ...]]:
-        """Give the gradients to the unit's update, which need not wait; pairs with `used`."""
-        return self._units[unit].buffer, ()
-
-    def used(self, unit: int) -> None:
-        """Drop the gradients after the update has used them."""
-        self.drop(unit)
+    def _nbytes(self, each: UnitGrads) -> int:
+        return each.numel * self._dtype.itemsize
 
     def close(self) -> None:
-        self._units.clear()
+        for each in self._units:
+            each.there = each.measured = None
 
 
-@dataclass(frozen=True)
-class GradStores:
-    """The stores that hold units' gradients until an update has used them.
+class DeviceSums:
+    """Sums of gradients over a step's micro-batches, which leave the device once.
+
+    They are flat buffers, one for each unit while there is room, reused in every step.
+
+    All work on them runs in the order of the compute stream. Downloads must end before the next step adds its first
+    gradient. This holds if a step knows the norm of its gradients before it ends.
+
+    Args:
+        units: the gradients of all units.
+        dtype: dtype in which gradients are summed.
+        budget: device memory for them.
+        device: the device that computes them.
+        handing_over: see [Note: hand-overs] in hand_over.py.
 
     Attributes:
-        host: for units that are updated on the host.
-        device: for the others; None if no unit can be updated on the device.
-        is_there: whether a unit is updated on the device; may change while the unit has no gradients.
+        sums: of a step, by unit and part; views of the units' buffers. Removed by the reader, so that the next gradient
+            begins a new one.
     """
 
-    host: GradStore
-    device: DeviceGrads | None
-    is_there: Callable[[int], bool]
+    def __init__(
+        self,
+        units: Sequence[UnitGrads],
+        dtype: torch.dtype,
+        budget: Budget,
+        device: torch.device,
+        handing_over: HandingOver,
+    ) -> None:
+        self._units = units
+        self._dtype = dtype
+        self._budget = budget
+        self._device = device
+        self._handing_over = handing_over
+        self.sums: dict[tuple[UnitGrads, int], torch.Tensor] = {}
 
-    def of(self, unit: int) -> GradStore | DeviceGrads:
-        return self.host if self.device is None or not self.is_there(unit) else self.device
+    def make_room(self, each: UnitGrads) -> bool:
+        """Allocate a buffer for the unit's gradients if it has none. Return False without room."""
+        if each.sum is None:
+            nbytes = each.numel * self._dtype.itemsize
+            if not self._budget.fits(nbytes):
+                return False
+            with self._handing_over:
+                self._budget.take(nbytes, f"sums of gradients of unit {each.unit}")
+                each.sum = torch.empty(each.numel, dtype=self._dtype, device=self._device)
+        return True
+
+    def add(self, each: UnitGrads, part: int, start: int, grad: torch.Tensor) -> None:
+        """Add the 1-D gradients of a part of the unit, at `start` of its buffer; `make_room` was True."""
+        if (each, part) in self.sums:
+            self.sums[each, part].add_(grad)
+        else:
+            assert each.sum is not None
+            self.sums[each, part] = each.sum[start : start + grad.numel()]
+            self.sums[each, part].copy_(grad)
+
+    def give_up(self, each: UnitGrads) -> None:
+        """Free the unit's buffer, because its gradients stay on the device from now on."""
+        with self._handing_over:
+            buffer, each.sum = each.sum, None
+            if buffer is not None:
+                self._budget.give(buffer.nbytes)
+        self.sums = {key: sum_ for key, sum_ in self.sums.items() if key[0] is not each}
 
     def close(self) -> None:
-        """Wait for gradients on their way from the device, and free all memory."""
-        self.host.close()
-        if self.device is not None:
-            self.device.close()
+        for each in self._units:
+            each.sum = None
+        self.sums.clear()

@@ -44,7 +44,7 @@ class Layout(Protocol):
 
 
 class DeviceStates:
-    """Device memory of the units whose states are on the device.
+    """The device memory of units' states.
 
     Args:
         link: to the device.
@@ -53,40 +53,27 @@ class DeviceStates:
     def __init__(self, link: Link, layout: Layout) -> None:
         self._link = link
         self._layout = layout
-        self._units: dict[int, Fields] = {}
 
-    def make_room(self, unit: int, numel: int) -> None:
-        """Allocate memory for a unit of `numel` elements, if it has none; raises torch.OutOfMemoryError."""
-        if unit not in self._units:
-            self._units[unit] = {
-                field.name: torch.empty(field.length(numel), dtype=field.dtype, device=self._link.device)
-                for field in self._layout.fields
-            }
+    def room(self, numel: int) -> Fields:
+        """Allocate memory for a unit of `numel` elements; raises torch.OutOfMemoryError."""
+        return {
+            field.name: torch.empty(field.length(numel), dtype=field.dtype, device=self._link.device)
+            for field in self._layout.fields
+        }
 
-    def give_back(self, unit: int) -> None:
-        """Free the unit's memory, if it has any."""
-        self._units.pop(unit, None)
-
-    def close(self) -> None:
-        self._units.clear()
-
-    def fields(self, unit: int) -> Fields:
-        """Return the fields of the unit's whole shard."""
-        return self._units[unit]
-
-    def download(self, unit: int, start: int, numel: int, target: torch.Tensor) -> Transfer:
+    def download(self, states: Fields, start: int, numel: int, target: torch.Tensor) -> Transfer:
         """Start copying a tile's values from the device to its bytes in host memory."""
-        there, here = self._both(unit, start, numel, target)
+        there, here = self._both(states, start, numel, target)
         return [self._link.download(here[name], values) for name, values in there.items()][-1]
 
-    def upload(self, unit: int, start: int, numel: int, source: torch.Tensor) -> Transfer:
+    def upload(self, states: Fields, start: int, numel: int, source: torch.Tensor) -> Transfer:
         """Start copying a tile's values to the device; later work of the compute stream runs behind the copy."""
-        there, here = self._both(unit, start, numel, source)
+        there, here = self._both(states, start, numel, source)
         copy = [self._link.upload(values, here[name]) for name, values in there.items()][-1]
         self._link.compute_waits(copy)
         return copy
 
-    def _both(self, unit: int, start: int, numel: int, tile: torch.Tensor) -> tuple[Fields, Fields]:
+    def _both(self, states: Fields, start: int, numel: int, tile: torch.Tensor) -> tuple[Fields, Fields]:
         """Return the same elements' fields on the device and on the host. All copies of them are on one stream."""
-        there = self._layout.narrow(self._units[unit], start, start + numel)
+        there = self._layout.narrow(states, start, start + numel)
         return there, self._layout.views(tile, numel)

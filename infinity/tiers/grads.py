@@ -1,4 +1,4 @@
-"""Gradients of a unit in host memory, from the first one that backward produces until the update has used them.
+"""Gradients of units in host memory, from the first one that backward produces until the update has used them.
 
 [Note: gradients that spill]
 A unit's gradients are one field, see [Note: copies]. Their copy in host memory is WRITING while gradients are added to
@@ -33,8 +33,7 @@ from infinity.errors import StorageError
 from infinity.io import IoFuture, Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause, Times
-from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
-from infinity.tiers.link import Link
+from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.norms import Norms
 from infinity.tiers.slots import Extent
 from infinity.tiers.swap import SwapSpace
@@ -94,10 +93,12 @@ class Arrival:
         return None
 
 
-class _UnitGrads:
-    """One unit's gradients.
+class UnitGrads:
+    """One unit's gradients, and the places where they may be.
 
     Attributes:
+        numel: trainable elements, padded.
+        nbytes: of the gradients in host memory; 0 if the unit's gradients stay on the device from the start.
         field, host: all copies, and the one in host memory.
         own: the unit's own memory; None for a unit that leases memory.
         lease: the leased memory, or a slot; None while it has none.
@@ -105,12 +106,31 @@ class _UnitGrads:
         extent: its place on the drive; None for a unit that does not spill.
         arrival: the copies on their way from the device.
         is_elsewhere: the gradients have no copy, and can only be reconstructed from the optimizer state.
+        there: the flat gradients on the device, if they stay there, see device_grads.py; None while there are none.
+        measured: the copy of the last norm of `there`.
+        sum: memory on the device for sums over micro-batches, see `DeviceSums`; None if there is none.
     """
 
-    __slots__ = ("arrival", "extent", "field", "host", "is_elsewhere", "lease", "nbytes", "own", "tensor", "unit")
+    __slots__ = (
+        "arrival",
+        "extent",
+        "field",
+        "host",
+        "is_elsewhere",
+        "lease",
+        "measured",
+        "nbytes",
+        "numel",
+        "own",
+        "sum",
+        "tensor",
+        "there",
+        "unit",
+    )
 
-    def __init__(self, unit: int, nbytes: int) -> None:
+    def __init__(self, unit: int, numel: int, nbytes: int) -> None:
         self.unit = unit
+        self.numel = numel
         self.nbytes = nbytes
         self.field = Field(f"the gradients of unit {unit}", (_NVME, _HOST))
         self.host = self.field.copies[_HOST]
@@ -120,6 +140,14 @@ class _UnitGrads:
         self.extent: Extent | None = None
         self.arrival: Arrival | None = None
         self.is_elsewhere = False
+        self.there: torch.Tensor | None = None
+        self.measured: Transfer | None = None
+        self.sum: torch.Tensor | None = None
+
+    @property
+    def spills(self) -> bool:
+        """Whether the unit shares its memory for gradients with other units, and has a place on the drive."""
+        return self.extent is not None
 
 
 class GradStore:
@@ -127,54 +155,57 @@ class GradStore:
 
     Args:
         numels: trainable elements of each unit, padded.
-        dtype: dtype in which gradients are held (float32 if they are accumulated over micro-batches).
+        below: the same for units whose gradients come to host memory; 0 for the others.
         capacity_bytes: the most that may be leased at once.
         swap: space for the extents of units that spill.
-        link: to the device that computes gradients.
         norms: of parameters' gradients, measured on the device; empty if the host measures them.
 
     Attributes:
+        units: by index.
+        dtype: dtype in which gradients are held (float32 if they are accumulated over micro-batches).
         leased: units that lease memory, or have a slot, for their copies; the longest first.
     """
 
     def __init__(
         self,
         numels: Sequence[int],
+        below: Sequence[int],
         dtype: torch.dtype,
         arena: Arena,
         capacity_bytes: int,
         homes: GradHomes,
         counters: Counters,
         swap: SwapSpace,
-        link: Link,
         norms: Norms,
     ) -> None:
-        self._units = [_UnitGrads(unit, numel * dtype.itemsize) for unit, numel in enumerate(numels)]
-        self._dtype = dtype
+        self.units = tuple(
+            UnitGrads(unit, numel, here * dtype.itemsize)
+            for unit, (numel, here) in enumerate(zip(numels, below, strict=True))
+        )
+        self.dtype = dtype
         self._handing_over = arena.handing_over
         self._counters = counters
         self._swap = swap
-        self._link = link
         self.norms = norms
-        for each in (self._units[unit] for unit in homes.own if self._units[unit].nbytes):
+        for each in (self.units[unit] for unit in homes.own if self.units[unit].nbytes):
             each.own = arena.lease(each.nbytes)
             each.tensor = each.own.tensor(dtype)
-        spilled = [self._units[unit] for unit in homes.spilled]
+        spilled = [self.units[unit] for unit in homes.spilled]
         slot_bytes = max((each.nbytes for each in spilled), default=0)
         self.slots = tuple(arena.lease(slot_bytes) for _ in range(homes.slots))
         for each in spilled:
             each.extent = swap.reserve(each.nbytes)
-        own_bytes = sum(self._units[unit].nbytes for unit in homes.own)
+        own_bytes = sum(self.units[unit].nbytes for unit in homes.own)
         self._shared_bytes = 0 if homes.spilled else capacity_bytes - own_bytes
         self._shared = arena.part(self._shared_bytes, counts_leases=True)
-        self._largest_bytes = max((each.nbytes for each in self._units if each.own is None), default=0)
+        self._largest_bytes = max((each.nbytes for each in self.units if each.own is None), default=0)
         self.leased: dict[int, None] = {}
         self._leased_bytes = 0
-        self._arriving: dict[_UnitGrads, None] = {}  # units with gradients on their way from the device, oldest first
+        self._arriving: dict[UnitGrads, None] = {}  # units with gradients on their way from the device, oldest first
 
     # Adding #
 
-    def open(self, unit: int) -> torch.Tensor | None:
+    def open(self, each: UnitGrads) -> torch.Tensor | None:
         """Return the unit's gradients for accumulation; the content is undefined if it has none yet.
 
         Returns:
@@ -183,27 +214,25 @@ class GradStore:
         Raises:
             StorageError: spilled gradients cannot be read.
         """
-        each = self._units[unit]
         if each.is_elsewhere:
-            raise RuntimeError(f"the gradients of unit {unit} are asked for, which its update has")
+            raise RuntimeError(f"the gradients of unit {each.unit} are asked for, which its update has")
         host = each.host
         if host.state is not _WRITING:
             if host.pins or not self._bring(each, Priority.DEMAND):
                 return None
             if each.extent is not None or each.arrival is not None:
-                self._finish_moves(each)
+                self.finish_moves(each)
             each.field.begin_write(_HOST)
         return each.tensor
 
-    def can_receive(self, unit: int) -> bool:
+    def can_receive(self, each: UnitGrads) -> bool:
         """Whether all of the unit's gradients of this step, if there are any, come through `receive`.
 
         Its gradients of the last step may still belong to their update.
         """
-        each = self._units[unit]
         return each.host.pins > 0 or each.arrival is not None or not (each.field.version or each.host.state is _WRITING)
 
-    def receive(self, unit: int, start: int, grad: torch.Tensor, index: int) -> Transfer | None:
+    def receive(self, each: UnitGrads, start: int, grad: torch.Tensor, index: int) -> Transfer | None:
         """Start copying gradients from the device, and their norm behind them; see `can_receive`.
 
         Args:
@@ -213,7 +242,6 @@ class GradStore:
         Returns:
             The last copy; None while there is no room, or while an update still uses the unit's last gradients.
         """
-        each = self._units[unit]
         if each.host.pins:
             return None
         if each.arrival is None:
@@ -224,24 +252,22 @@ class GradStore:
             self._arriving[each] = None
             each.arrival = Arrival()
             each.field.begin_move(None, _HOST, each.arrival, StallCause.HOST_LINK, at=each.field.version)
-        grad = grad.to(self._dtype)
+        grad = grad.to(self.dtype)
         with self._handing_over:
             assert each.tensor is not None
             copy = self.norms.bring(index, grad, each.tensor[start : start + grad.numel()])
             each.arrival.add(copy, grad)
-        self._counters.moved("device_to_host", grad.nbytes, copy, unit, "gradients")
+        self._counters.moved("device_to_host", grad.nbytes, copy, each.unit, "gradients")
         return copy
 
-    def tensor(self, unit: int) -> torch.Tensor:
+    def tensor(self, each: UnitGrads) -> torch.Tensor:
         """Return the buffer of the unit's gradients, which are in host memory or on their way to it."""
-        tensor = self._units[unit].tensor
-        assert tensor is not None
-        return tensor
+        assert each.tensor is not None
+        return each.tensor
 
-    def has_come(self, unit: int) -> bool:
+    def has_come(self, each: UnitGrads) -> bool:
         """Whether no gradients of the unit are on their way from the device."""
-        arrival = self._units[unit].arrival
-        return arrival is None or arrival.has_come()
+        return each.arrival is None or each.arrival.has_come()
 
     def _finish_arrivals(self, most: int) -> None:
         """Process ended arrivals, and block until at most `most` whole units, which use device memory, are arriving."""
@@ -249,74 +275,43 @@ class GradStore:
         for left, each in zip(range(len(closed), 0, -1), closed, strict=True):
             if left <= most and each.arrival is not None and not each.arrival.done():
                 break
-            self._finish_moves(each)
+            self.finish_moves(each)
 
-    def rest(self, unit: int) -> None:
+    def rest(self, each: UnitGrads) -> None:
         """End accumulation for now: the unit's gradients may spill, if the unit has a place on the drive."""
-        each = self._units[unit]
         if each.arrival is not None:
             each.arrival.open = False
             self._finish_arrivals(ARRIVING_UNITS)
         if each.extent is not None:
             self._end_write(each)
 
-    def host_copy(self, unit: int) -> Copy:
-        """Return the host copy of the unit's gradients; it may be ABSENT."""
-        return self._units[unit].host
-
-    def await_moves(self, unit: int) -> None:
-        """Block until no gradients of the unit are in flight."""
-        self._finish_moves(self._units[unit])
-
-    def spill(self, unit: int) -> None:
-        """Start writing the unit's idle gradients to the drive; their slot is free once that is done."""
-        self._spill(self._units[unit])
-
-    def await_spill(self, unit: int) -> None:
-        """Block until the unit's gradients are written, and free their slot."""
-        self._leave(self._units[unit])
-
-    def holds(self, unit: int) -> bool:
+    def holds(self, each: UnitGrads) -> bool:
         """Whether the unit has gradients that no update uses."""
-        each = self._units[unit]
         return not each.host.pins and (each.field.version > 0 or each.host.state is not State.ABSENT)
 
-    def drop(self, unit: int) -> None:
+    def drop(self, each: UnitGrads) -> None:
         """Drop the unit's gradients."""
-        each = self._units[unit]
         each.is_elsewhere = False
         with suppress(StorageError):  # the outcome no longer matters
-            self._finish_moves(each)
+            self.finish_moves(each)
         self._end_write(each)
         each.field.consume()
         self._give_back(each)
 
     # Room #
 
-    def shares(self, unit: int) -> bool:
-        """Whether the unit shares its memory for gradients with other units."""
-        return self._units[unit].extent is not None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """dtype in which gradients are held."""
-        return self._dtype
-
-    def lacks_capacity(self, unit: int) -> bool:
+    def lacks_capacity(self, each: UnitGrads) -> bool:
         """Whether open gradients leave too little memory for the unit's gradients."""
-        each = self._units[unit]
         return each.own is None and each.nbytes > self._shared_bytes - self._leased_bytes
 
     # Updates #
 
-    def can_hand_over(self, unit: int) -> bool:
+    def can_hand_over(self, each: UnitGrads) -> bool:
         """Whether the unit's gradients are in memory, or there is room to read them."""
-        each = self._units[unit]
         return each.extent is None or each.host.state is not State.ABSENT or self._memory_for(each) is not None
 
-    def hand_over(self, unit: int) -> tuple[torch.Tensor, tuple[Move, ...]]:
+    def hand_over(self, each: UnitGrads) -> tuple[torch.Tensor, tuple[Move, ...]]:
         """Give the gradients to the unit's update, which must wait for the returned moves; pairs with `used`."""
-        each = self._units[unit]
         self._end_write(each)
         if each.arrival is not None:
             each.arrival.open = False
@@ -326,41 +321,36 @@ class GradStore:
         assert each.tensor is not None
         return each.tensor, tuple(each.host.moves)
 
-    def used(self, unit: int) -> None:
+    def used(self, each: UnitGrads) -> None:
         """Drop the gradients after the update has used them."""
-        self._units[unit].field.unpin(_HOST)
-        self.drop(unit)
+        each.field.unpin(_HOST)
+        self.drop(each)
 
-    def left(self, unit: int) -> None:
+    def left(self, each: UnitGrads) -> None:
         """Like `used`, but the gradients can still be reconstructed from the optimizer state.
 
         Until `restore` or `drop`, `open` refuses the unit.
         """
-        self.used(unit)
-        self._units[unit].is_elsewhere = True
+        self.used(each)
+        each.is_elsewhere = True
 
-    def is_elsewhere(self, unit: int) -> bool:
-        """Whether the unit's gradients can only be reconstructed, see `left`."""
-        return self._units[unit].is_elsewhere
-
-    def restore(self, unit: int) -> torch.Tensor | None:
+    def restore(self, each: UnitGrads) -> torch.Tensor | None:
         """Return memory to reconstruct the unit's gradients in, to be filled at once; None while there is no room."""
-        each = self._units[unit]
         buffer, each.is_elsewhere = None, False
         try:
-            buffer = self.open(unit)
+            buffer = self.open(each)
         finally:
             each.is_elsewhere = buffer is None
         return buffer
 
-    def returned(self, unit: int) -> None:
+    def returned(self, each: UnitGrads) -> None:
         """Take the gradients back from an update that has not used them; replaces `used`."""
-        self._units[unit].field.unpin(_HOST)
-        self.rest(unit)
+        each.field.unpin(_HOST)
+        self.rest(each)
 
     # Memory #
 
-    def _bring(self, each: _UnitGrads, priority: Priority) -> bool:
+    def _bring(self, each: UnitGrads, priority: Priority) -> bool:
         """Make the unit's copy VALID or ARRIVING in host memory. Return False while there is no room."""
         if each.host.state is State.LEAVING:
             each.field.keep(_HOST)
@@ -376,14 +366,14 @@ class GradStore:
                 self._move(each, _NVME, _HOST, priority)
         return True
 
-    def _place(self, each: _UnitGrads, lease: Lease) -> None:
-        each.tensor = lease.tensor(self._dtype, each.nbytes // self._dtype.itemsize)
+    def _place(self, each: UnitGrads, lease: Lease) -> None:
+        each.tensor = lease.tensor(self.dtype, each.nbytes // self.dtype.itemsize)
 
-    def _memory_for(self, each: _UnitGrads) -> Lease | None:
+    def _memory_for(self, each: UnitGrads) -> Lease | None:
         """Return memory for the unit's copy, a free slot or a new lease; None if there is none."""
         if each.extent is not None:
             return self._free_slot()
-        if self.lacks_capacity(each.unit):
+        if self.lacks_capacity(each):
             return None
         small = each.nbytes < self._largest_bytes
         lease = self._shared.try_lease(each.nbytes, at_end=small)
@@ -393,11 +383,11 @@ class GradStore:
 
     def _close_gaps(self) -> bool:
         """Close gaps between leases, see [Note: room for gradients]. Return False while an update uses one."""
-        leased = [self._units[unit] for unit in self.leased]
+        leased = [self.units[unit] for unit in self.leased]
         if any(each.host.pins for each in leased):
             return False
         for each in leased:
-            self._finish_moves(each)
+            self.finish_moves(each)
         leases = {each: each.lease for each in leased if each.lease is not None}
         self._shared.close_gaps(list(leases.values()))
         for each, lease in leases.items():
@@ -407,15 +397,15 @@ class GradStore:
     def _free_slot(self) -> Lease | None:
         """Return a free slot, or None. If no slot is free, take the one of the first unit whose write has ended."""
         if len(self.leased) == len(self.slots):
-            for each in (self._units[unit] for unit in self.leased):
+            for each in (self.units[unit] for unit in self.leased):
                 written = each.host.state is State.LEAVING and all(move.done() for move in each.host.moves)
                 if written or each.host.state is State.ABSENT:  # ABSENT if it could not be read
-                    self._leave(each)
+                    self.await_spill(each)
                     break
-        taken = [self._units[unit].lease for unit in self.leased]
+        taken = [self.units[unit].lease for unit in self.leased]
         return next((slot for slot in self.slots if slot not in taken), None)
 
-    def _give_back(self, each: _UnitGrads) -> None:
+    def _give_back(self, each: UnitGrads) -> None:
         lease, each.lease = each.lease, None
         if lease is not None:
             self.leased.pop(each.unit, None)
@@ -425,24 +415,24 @@ class GradStore:
 
     # The drive #
 
-    def _end_write(self, each: _UnitGrads) -> None:
+    def _end_write(self, each: UnitGrads) -> None:
         if each.host.state is _WRITING:
             each.field.end_write(_HOST)
 
-    def _spill(self, each: _UnitGrads) -> None:
-        """Start writing the unit's gradients; their memory is free once that is done."""
+    def spill(self, each: UnitGrads) -> None:
+        """Start writing the unit's idle gradients to the drive; their slot is free once that is done."""
         self._end_write(each)
         if not each.field.is_newest(_NVME) and not each.field.copies[_NVME].moves:
             self._move(each, _HOST, _NVME, Priority.WRITE_BACK)
         each.field.drop(_HOST)
 
-    def _leave(self, each: _UnitGrads) -> None:
-        """Block until the unit's gradients are written, and release their memory."""
-        self._finish_moves(each)
+    def await_spill(self, each: UnitGrads) -> None:
+        """Block until the unit's gradients are written, and free their slot."""
+        self.finish_moves(each)
         each.field.gone(_HOST)
         self._give_back(each)
 
-    def _move(self, each: _UnitGrads, source: Memory, target: Memory, priority: Priority) -> None:
+    def _move(self, each: UnitGrads, source: Memory, target: Memory, priority: Priority) -> None:
         assert each.lease is not None
         assert each.extent is not None
         span = each.lease.span(0, each.nbytes)
@@ -457,7 +447,8 @@ class GradStore:
             each.field.begin_move(source, target, future, cause)
         self._counters.moved(route, each.nbytes, future, each.unit, "grads")
 
-    def _finish_moves(self, each: _UnitGrads) -> None:
+    def finish_moves(self, each: UnitGrads) -> None:
+        """Block until no gradients of the unit are in flight."""
         # A write that has ended may have freed its source already, but the outcome of its target is not processed.
         for copy in each.field.copies.values():
             for move in tuple(copy.moves):
@@ -468,7 +459,7 @@ class GradStore:
 
     def close(self) -> None:
         """Wait for gradients on their way from the device, and free the memory of the norms."""
-        for each in self._units:
+        for each in self.units:
             if each.arrival is not None:
                 each.arrival.result()
             each.arrival = None

@@ -33,7 +33,7 @@ from infinity.errors import InfinityError
 from infinity.io import Priority
 from infinity.memory import Arena, Budget, SparePages
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers.copies import Memory, Move, State, Transfer
+from infinity.tiers.copies import Memory, Move, State
 from infinity.tiers.slots import Extent, SlotExtent
 from infinity.tiers.swap import SwapSpace
 from infinity.tiers.unit_params import Carriers, Device, FlatSpec, UnitParams
@@ -262,10 +262,6 @@ class Params:
     def host_wait(self, each: UnitParams) -> None:
         """Block until `shard` has the values."""
         self._finish(each, each.site)
-
-    def note_final(self, unit: int, gradients: Transfer) -> None:
-        """Record that only updates change the unit on the device after `gradients` has ended, until `end_pass`."""
-        self.units[unit].final = gradients
 
     def end_pass(self) -> None:
         """End the backward pass: other code may change units from now on."""

@@ -75,6 +75,31 @@ class Tile(Field):
         return self.extent is None and self.home is Memory.HOST
 
 
+class UnitStates:
+    """One unit's optimizer states.
+
+    Attributes:
+        tiles: in order.
+        stored: those whose home is NVMe.
+        are_there: all are on the device, so that the unit is updated by the device.
+        fields: memory on the device for the whole shard; None if there is none.
+    """
+
+    __slots__ = ("are_there", "fields", "stored", "tiles")
+
+    def __init__(self, tiles: Sequence[Tile]) -> None:
+        self.tiles = tiles
+        self.fields: Fields | None = None
+        self.note_homes()
+
+    def note_homes(self) -> None:
+        """Process changed homes of the tiles, and free the device memory if it is unused."""
+        self.stored = [tile for tile in self.tiles if tile.home is Memory.NVME]
+        self.are_there = any(tile.home is Memory.DEVICE for tile in self.tiles[:1])
+        if not self.are_there:
+            self.fields = None
+
+
 class StateStore:
     """The tiles of every unit and their homes.
 
@@ -86,6 +111,9 @@ class StateStore:
         device: memory of tiles on the device; None if no tile can be on it.
         written_through: whether every tile, also one in memory, is double-buffered on NVMe.
         slotted: whether tiles whose home is NVMe are double-buffered.
+
+    Attributes:
+        units: by index.
     """
 
     def __init__(
@@ -109,7 +137,7 @@ class StateStore:
         self._counters = counters
         self._device = device
         places = iter(homes)
-        self._tiles: list[list[Tile]] = []
+        self.units: list[UnitStates] = []
         for unit, shard_numel in enumerate(shard_numels):
             tiles = []
             for index, start in enumerate(range(0, shard_numel, tile_numel)):
@@ -118,18 +146,9 @@ class StateStore:
                 home = next(places)
                 lease = arena.lease(nbytes) if home is Memory.HOST else None
                 tiles.append(Tile(unit, index, start, numel, nbytes, home, lease, self._reserve(home, nbytes)))
-            self._tiles.append(tiles)
-            if self.is_there(unit):
+            self.units.append(UnitStates(tiles))
+            if self.units[unit].are_there:
                 self.make_room_there(unit)
-        self._stored_tiles: list[list[Tile]] = [[] for _ in self._tiles]
-        for unit in range(len(self._tiles)):
-            self.note_homes(unit)
-
-    def note_homes(self, unit: int) -> None:
-        """Process changed homes of the unit's tiles, and free its device memory if it is unused."""
-        self._stored_tiles[unit] = [tile for tile in self._tiles[unit] if tile.home is Memory.NVME]
-        if self._device is not None and not self.is_there(unit):
-            self._device.give_back(unit)
 
     def _reserve(self, home: Memory, nbytes: int) -> Extent | SlotExtent | None:
         if self._written_through or (self._slotted and home is Memory.NVME):
@@ -137,22 +156,18 @@ class StateStore:
         return self._swap.reserve(nbytes) if home is Memory.NVME else None
 
     def tiles(self, unit: int) -> Sequence[Tile]:
-        return self._tiles[unit]
+        return self.units[unit].tiles
 
     def nbytes(self, unit: int) -> int:
-        return sum(tile.nbytes for tile in self._tiles[unit])
-
-    def is_there(self, unit: int) -> bool:
-        """Whether all of the unit's states are on the device, so that it is updated by the device."""
-        return any(tile.home is Memory.DEVICE for tile in self._tiles[unit][:1])
+        return sum(tile.nbytes for tile in self.units[unit].tiles)
 
     @property
     def some_are_there(self) -> bool:
-        return any(map(self.is_there, range(len(self._tiles))))
+        return any(each.are_there for each in self.units)
 
     def stored(self, unit: int, first: int = 0) -> Iterator[Tile]:
         """Return the unit's tiles whose home is NVMe, from the tile `first` on."""
-        tiles = self._stored_tiles[unit]
+        tiles = self.units[unit].stored
         return itertools.islice(tiles, bisect_left(tiles, first, key=attrgetter("index")), None)
 
     def read(self, tile: Tile, slot: Lease, priority: Priority) -> None:
@@ -182,7 +197,7 @@ class StateStore:
     def take_over(self) -> None:
         """Give every tile the value that an earlier process left on NVMe; no transfer may be in flight."""
         found = {id(extent): bits for extent, bits in self._swap.slots.found()}
-        for tile in itertools.chain.from_iterable(self._tiles):
+        for tile in itertools.chain.from_iterable(each.tiles for each in self.units):
             assert isinstance(tile.extent, SlotExtent)
             for move in tile.moves():
                 move.transfer.result()
@@ -226,16 +241,23 @@ class StateStore:
 
     # The device #
 
-    def _download(self, tile: Tile, slot: Lease) -> None:
+    def _there(self, unit: int) -> tuple[DeviceStates, Fields]:
+        """Return the device's memory, and the unit's part of it."""
+        fields = self.units[unit].fields
         assert self._device is not None
-        copy = self._device.download(tile.unit, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
+        assert fields is not None
+        return self._device, fields
+
+    def _download(self, tile: Tile, slot: Lease) -> None:
+        device, fields = self._there(tile.unit)
+        copy = device.download(fields, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
         tile.lease = slot
         tile.begin_move(Memory.DEVICE, Memory.HOST, copy, StallCause.HOST_LINK)
         self._counters.moved("device_to_host", tile.nbytes, copy, tile.unit, "states")
 
     def _upload(self, tile: Tile, slot: Lease) -> Transfer:
-        assert self._device is not None
-        copy = self._device.upload(tile.unit, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
+        device, fields = self._there(tile.unit)
+        copy = device.upload(fields, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
         tile.begin_move(Memory.HOST, Memory.DEVICE, copy, StallCause.HOST_LINK)
         self._counters.moved("host_to_device", tile.nbytes, copy, tile.unit, "states")
         return copy
@@ -243,17 +265,19 @@ class StateStore:
     @contextmanager
     def changing_there(self, unit: int) -> Iterator[Fields]:
         """Change the fields of a unit on the device inside of this context, in compute-stream order."""
-        assert self._device is not None
-        for tile in self._tiles[unit]:
+        _, fields = self._there(unit)
+        for tile in self.tiles(unit):
             tile.begin_write(Memory.DEVICE)
-        yield self._device.fields(unit)
-        for tile in self._tiles[unit]:
+        yield fields
+        for tile in self.tiles(unit):
             tile.end_write(Memory.DEVICE, in_order=True)
 
     def make_room_there(self, unit: int) -> None:
-        """Allocate memory on the device for the unit's tiles; raises torch.OutOfMemoryError."""
+        """Allocate memory on the device for the unit's tiles, if they have none; raises torch.OutOfMemoryError."""
         assert self._device is not None
-        self._device.make_room(unit, sum(tile.numel for tile in self._tiles[unit]))
+        each = self.units[unit]
+        if each.fields is None:
+            each.fields = self._device.room(sum(tile.numel for tile in each.tiles))
 
     def move_there(self, tile: Tile) -> None:
         """Make the device the home of a held tile, whose unit has device memory. Blocks for the copy."""
@@ -273,5 +297,5 @@ class StateStore:
 
     def close(self) -> None:
         """Free the device's memory; no transfer may be in flight."""
-        if self._device is not None:
-            self._device.close()
+        for each in self.units:
+            each.fields = None

@@ -33,7 +33,6 @@ from infinity.tiers import (
     DeviceStates,
     DeviceSums,
     GradStore,
-    GradStores,
     Link,
     Memory,
     Norms,
@@ -53,10 +52,9 @@ from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.in_flight import InFlight
-from infinity.zero.landing import Places, landing_of
+from infinity.zero.landing import Stays, ToHost, UnitTotal, parts_before
 from infinity.zero.model_parts import ModelParts
-from infinity.zero.on_device import OnDevice
-from infinity.zero.partition import Partition
+from infinity.zero.partition import Partition, UnitLayout
 from infinity.zero.ranks import Ranks, is_first_process, least_of, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Journey, Reduction
 from infinity.zero.sizing import Sizing, size_up
@@ -73,6 +71,7 @@ class Runtime:
 
     Attributes:
         host, device: the ledgers of the two memories; if the compute device is the CPU, the host's pays for all.
+        grads_there: gradients of units that are updated on the device; None if no unit can be.
         loss_norm: of the loss, if the device measures it.
         summed_once: units whose replicas add their gradients up once a step.
         addresses_stay: tensors used by kernels keep their addresses for the whole run.
@@ -82,7 +81,8 @@ class Runtime:
     groups: Groups
     executor: Executor
     params: Params
-    grads: GradStores
+    grads: GradStore
+    grads_there: DeviceGrads | None
     pipeline: UpdatePipeline
     states: StateStore
     sums: DeviceSums
@@ -117,6 +117,10 @@ class Runtime:
     @property
     def schedule(self) -> UpdateSchedule:
         return self.sizing.schedule
+
+    def row(self, unit: UnitLayout) -> Unit:
+        """Return what the engine has of a unit: its parameters, gradients, states and views."""
+        return self.executor.units[unit.index]
 
     @property
     def torn(self) -> bool:
@@ -157,6 +161,8 @@ class Runtime:
         self.files.close()
         self.params.close()
         self.grads.close()
+        if self.grads_there is not None:
+            self.grads_there.close()
         self.states.close()
         self.sums.close()
         self.loss_norm.close()
@@ -217,6 +223,7 @@ def build_runtime(
         executor=_make_executor(plan, model, memory, states, held, pipeline),
         params=held.params,
         grads=held.grads,
+        grads_there=held.grads_there,
         pipeline=pipeline,
         states=states,
         sums=held.sums,
@@ -322,7 +329,8 @@ class _Memory:
 @dataclass(frozen=True)
 class _Held:
     params: Params
-    grads: GradStores
+    grads: GradStore
+    grads_there: DeviceGrads | None
     sums: DeviceSums
     files: WeightFiles
     images: BeforeImages | None
@@ -368,9 +376,7 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
 
 
 def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStack) -> _Held:
-    sizing, split, host, link = plan.sizing, plan.split, plan.host, plan.link
-    numels, handing_over = sizing.shards.numels, memory.arena.handing_over
-    sums = DeviceSums(numels, sizing.grad_dtype, memory.there.sums, link.device, states.is_there, handing_over)
+    sizing, split, host, device = plan.sizing, plan.split, plan.host, plan.link.device
     host.count("gradients, states and what is on its way", memory.arena)
     host.fix("values on their way at initialize", sizing.host_needs().initial_extra_bytes(split))
     apart = _apart(plan, memory.arena)
@@ -391,8 +397,13 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     images = _room_for_images(plan, undo)
     # Last, so that a later process finds all other extents in the same place: the gradients' space varies with free
     # memory.
-    grads = undo.enter_context(closing(_hold_gradients(plan, memory, states)))
-    return _Held(params, grads, sums, files, images)
+    grads = undo.enter_context(closing(_hold_gradients(plan, memory)))
+    budgets, handing_over = memory.there, memory.arena.handing_over
+    there = None
+    if sizing.there or sizing.may_come:
+        there = DeviceGrads(grads.units, grads.dtype, budgets.grads, device, grads.norms, handing_over)
+    sums = DeviceSums(grads.units, grads.dtype, budgets.sums, device, handing_over)
+    return _Held(params, grads, there, sums, files, images)
 
 
 def _make_executor(
@@ -404,15 +415,16 @@ def _make_executor(
     moving = [spec.offloaded for spec in sizing.specs]
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ModelViews(writable=plan.config.zero.stage < 3)
-    on_device = None if grads.device is None else OnDevice(params, grads.device, states, sizing.layout)
     units = [
-        Unit(each, UnitViews(unit, model, each, views), grads.host, states)
-        for unit, each in zip(sizing.partition.units, params.units, strict=True)
+        Unit(each, UnitViews(unit, model, each, views), of_grads, grads, of_states)
+        for unit, each, of_grads, of_states in zip(
+            sizing.partition.units, params.units, grads.units, states.units, strict=True
+        )
     ]
-    in_flight = InFlight(params, grads.host, pipeline, memory.counters, on_device)
+    in_flight = InFlight(params, grads, held.grads_there, states, pipeline, memory.counters)
     sharing = plan.groups.sharing
     advice = memory.there.advice
-    return Executor(units, views, params, grads.host, in_flight, pipeline, cycle, memory.counters, advice, sharing)
+    return Executor(units, views, params, grads, in_flight, pipeline, cycle, memory.counters, advice, sharing)
 
 
 @contextmanager
@@ -450,33 +462,31 @@ def make_gradients(runtime: Runtime) -> Gradients:
             partial,
         )
     streams = rules.grads.stream and not runtime.parts.shares
-    places = Places(partition.units, whole=rules.grads.reduces)
-    note = runtime.params.note_final
-    landing = landing_of(runtime.grads, source, places, runtime.counters, streams=streams, note=note)
-    return Gradients(partition.units, runtime.grads, source, landing, runtime.sums, runtime.counters, runtime.parts)
+    there, counters = runtime.grads_there, runtime.counters
+    first = parts_before(partition.units, whole=rules.grads.reduces)
+    totals = [
+        UnitTotal(unit, row, first[row.index], unit.trained)
+        for unit, row in zip(partition.units, runtime.executor.units, strict=True)
+    ]
+    to_host = ToHost(runtime.grads, source, counters, streams=streams)
+    stays = None if there is None else Stays(there, source)
+    return Gradients(totals, source, to_host, stays, runtime.sums, counters, runtime.parts)
 
 
-def _hold_gradients(plan: _Plan, memory: _Memory, states: StateStore) -> GradStores:
-    sizing, link = plan.sizing, plan.link
-    shards, dtype = sizing.shards, sizing.grad_dtype
-    places = Places(sizing.partition.units, whole=sizing.rules.grads.reduces)
-    norms = Norms(sizing.rules.measured_there(places.count), link)
-    host = GradStore(
-        shards.below,
-        dtype,
+def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:
+    sizing = plan.sizing
+    parts = parts_before(sizing.partition.units, whole=sizing.rules.grads.reduces)[-1]
+    return GradStore(
+        sizing.shards.numels,
+        sizing.shards.below,
+        sizing.grad_dtype,
         memory.arena,
         plan.split.grads_bytes,
         plan.placement.grad_homes,
         memory.counters,
         memory.swap,
-        link,
-        norms,
+        Norms(sizing.rules.measured_there(parts), plan.link),
     )
-    device = None
-    if sizing.there or sizing.may_come:
-        there, handing_over = memory.there.grads, memory.arena.handing_over
-        device = DeviceGrads(shards.numels, dtype, there, link.device, norms, handing_over)
-    return GradStores(host, device, states.is_there)
 
 
 def _tell_of_waiting(plan: _Plan, held: _Held) -> None:

@@ -83,16 +83,13 @@ class ComputeLane:
             self._listener.backward_enter(units)
         self._uses.extend(reversed(units))
 
-    def leave(self, units: tuple[int, ...]) -> None:
+    def leave(self, units: tuple[int, ...], *, ends_forward: bool = False) -> None:
         with self._paused():
-            self._listener.leave(units)
+            self._listener.leave(units, ends_forward=ends_forward)
         for unit in units:
             index = next((i for i in reversed(range(len(self._uses))) if self._uses[i] == unit), None)
             if index is not None:  # an exception may have ended its `enter`
                 del self._uses[index]
-
-    def forward_left(self) -> None:
-        self._listener.forward_left()
 
     def backward_left(self, units: tuple[int, ...]) -> None:
         with self._paused():

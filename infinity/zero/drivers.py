@@ -107,7 +107,7 @@ class _LayerMajorStep:
         step = self._step
         with step.running(Phase.BACKWARD):
             for unit in sorted(units, reverse=True):
-                for addend in step.gradients.complete(unit):
+                for addend in step.gradients.source.complete(unit):
                     step.updates.add(addend)
                 if step.gradients.begun(unit):
                     step.updates.final(unit)

@@ -83,6 +83,9 @@ class Executor:
         cycle: the recorded uses and the plan.
         advice: returns which setting to raise to have this many more bytes for parameters.
         ranks: the ranks among which units are sharded.
+
+    Attributes:
+        gathering: unshards them.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Executor:
         self._pipeline = pipeline
         self._cycle = cycle
         self._in_flight = in_flight
-        self._gathering = Gathering(params.units, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
+        self.gathering = Gathering(params.units, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
         self._scheduler = Scheduler(
             units,
             cycle,
@@ -127,8 +130,8 @@ class Executor:
         """
         if self._in_flight.speculative:
             self.undo(*units)
-        if self._gathering.ahead:
-            self._gathering.make_way(units)
+        if self.gathering.ahead:
+            self.gathering.make_way(units)
         rows = [self.units[unit] for unit in units]
         for row in rows:
             row.params.pin()  # pin all first: the fetch of one must not evict another
@@ -138,7 +141,7 @@ class Executor:
                 self.settle()
                 self._do(UseBegins(row.index))
                 entered.append(row.index)
-                if self._gathering.shares:
+                if self.gathering.shares:
                     self._gather_for_use(row.index)
                 row.views.show()
         except BaseException as error:
@@ -153,34 +156,33 @@ class Executor:
         """Perform the scheduler's actions for an event. Return whether there were any."""
         action = None
         for action in self._scheduler.on(event):
-            _PERFORMERS[type(action)](self, action)
+            if isinstance(action, AwaitAnyUpdate):
+                self._in_flight.finish_one()
+            else:
+                _PERFORMERS[type(action)](self, self.units[action.unit], action)
         return action is not None
 
     def gather_owed(self, unit: int | None = None) -> None:
         """Gather the units that all ranks gather before this one; with None, before another collective."""
-        for other in self._gathering.owed(unit):
+        for other in self.gathering.owed(unit):
             self._do(ParametersNeeded(other))
-            self._gathering.gather(other)
-
-    def follow(self, order: Sequence[int]) -> None:
-        """Set the order in which units that stay in memory are gathered; the same on all ranks."""
-        self._gathering.follow(order)
+            self.gathering.gather(other)
 
     def _gather_for_use(self, unit: int) -> None:
         """Unshard a resident unit that a module is about to use, and start to gather the units that are used next."""
         self.gather_owed(unit)
-        self._gathering.enter(unit)
+        self.gathering.enter(unit)
         self._look_ahead()
 
     def _look_ahead(self) -> None:
         """Start to gather the units that are used next, in their order."""
-        while (unit := self._gathering.due(self._cycle.upcoming)) is not None:
+        while (unit := self.gathering.due(self._cycle.upcoming)) is not None:
             self.undo(unit)
             params = self.units[unit].params
             params.pin()
             try:
                 self._do(ParametersNeeded(unit))
-                self._gathering.look_ahead(unit)
+                self.gathering.look_ahead(unit)
             except BaseException:
                 params.unpin()
                 raise
@@ -189,27 +191,25 @@ class Executor:
         """Allow eviction of the units again."""
         for unit in units:
             self.units[unit].params.unpin()
-        if self._gathering.shares:
+        if self.gathering.shares:
             self._end_uses(units)
         self.settle()
 
     def _end_uses(self, units: Sequence[int]) -> None:
         for unit in units:
-            self._gathering.leave(unit, self._cycle.expected)
+            self.gathering.leave(unit, self._cycle.expected)
 
     # Actions #
 
-    def _fetch(self, action: Fetch) -> None:
-        row, priority = self.units[action.unit], Priority.DEMAND if action.urgent else Priority.PREFETCH
-        self._params.fetch_start(row.params, priority, updated=row.update_is_due)
+    def _fetch(self, row: Unit, action: Fetch) -> None:
+        priority = Priority.DEMAND if action.urgent else Priority.PREFETCH
+        self._params.fetch_start(row.params, priority, updated=row.due is not None)
 
-    def _await_fetch(self, action: AwaitFetch | AwaitNewest) -> None:
-        params = self.units[action.unit].params
-        if params.residency is Residency.FETCHING:
-            self._params.fetch_wait(params)
+    def _await_fetch(self, row: Unit) -> None:
+        if row.residency is Residency.FETCHING:
+            self._params.fetch_wait(row.params)
 
-    def _evict(self, action: Evict) -> None:
-        row = self.units[action.unit]
+    def _evict(self, row: Unit) -> None:
         if row.params.is_dirty():  # rare: the updates of units that the plan evicts write to NVMe, too
             with self._in_host_memory(row):
                 row.params.write_home()
@@ -226,37 +226,14 @@ class Executor:
         finally:
             self._params.close_host(row.params)
 
-    def _await_any_update(self, _: AwaitAnyUpdate) -> None:
-        self._in_flight.finish_one()
-
-    def _await_update(self, action: AwaitUpdate) -> None:
-        self._in_flight.finish(self.units[action.unit])
-
-    def _submit(self, action: Submit) -> None:
-        self._in_flight.submit(self.units[action.unit], action.write, action.needed)
-
-    def _submit_ahead(self, action: SubmitAhead) -> None:
-        row = self.units[action.unit]
+    def _submit_ahead(self, row: Unit, action: SubmitAhead) -> None:
         if self._in_flight.can_run_ahead(row, action.write, action.needed):
             row.views.cover()
             self._in_flight.run_ahead(row, action.write, action.needed)
 
-    def _update_on_device(self, action: UpdateOnDevice) -> None:
-        self._in_flight.update_on_device(self.units[action.unit])
-
-    def _await_gradients(self, action: AwaitGradients) -> None:
-        self._grads.await_moves(action.unit)
-
-    def _spill(self, action: Spill) -> None:
-        self._grads.spill(action.unit)
-
-    def _await_spill(self, action: AwaitSpill) -> None:
-        self._grads.await_spill(action.unit)
-
-    def _await_newest(self, action: AwaitNewest) -> None:
-        row = self.units[action.unit]
+    def _await_newest(self, row: Unit) -> None:
         self._in_flight.wait_computed(row)
-        self._await_fetch(action)
+        self._await_fetch(row)
         self._params.await_update(row.params)
 
     # The plan #
@@ -265,7 +242,7 @@ class Executor:
         """Begin a forward pass: follow the plan from its start, and record the uses."""
         self._do(PassBegins())
         self.views.read.clear()
-        self._gathering.begin_cycle()
+        self.gathering.begin_cycle()
         self.settle()
 
     @property
@@ -279,7 +256,7 @@ class Executor:
         Args:
             learn: it was a training step; the next cycles are expected to repeat it.
         """
-        self._gathering.end_cycle()
+        self.gathering.end_cycle()
         # an exception may have skipped a `leave`
         self._params.keep_pins({row.params for row in self._in_flight.submitted})
         self._do(PassEnds(learn))
@@ -305,14 +282,6 @@ class Executor:
 
     # Updates #
 
-    def prefer_updates(self, *, begun: bool) -> None:
-        """Set whether updates that have begun go before others, see `UpdateQueue.prefer`."""
-        self._pipeline.prefer(begun=begun)
-
-    def expect_updates(self, units: Sequence[int]) -> None:
-        """Prefetch the optimizer states of these units."""
-        self._pipeline.expect(units)
-
     def update(self, unit: int, segments: tuple[Segment, ...], slots: Collection[int]) -> None:
         """Update the unit once its parameters are in memory: now, or after their fetch.
 
@@ -321,7 +290,7 @@ class Executor:
         """
         row = self.units[unit]
         self._in_flight.ask(row, segments)
-        self._gathering.changed(unit)
+        self.gathering.changed(unit)
         row.views.outdate(slots)
         if row.params.is_at_hand():
             self._do(UpdateDue(unit))
@@ -337,13 +306,6 @@ class Executor:
         """Start a rollback epoch: from now on writes to NVMe leave the present version of each unit intact."""
         self.write_changed()
         self._params.begin_ahead()
-
-    def gather_anew(self, unit: int) -> None:
-        """Mark the unsharded copy as stale, on all ranks.
-
-        Whether an update is speculative depends on each rank's own memory and drives; collectives must not.
-        """
-        self._gathering.changed(unit)
 
     def run_ahead(self, unit: int, segments: tuple[Segment, ...], *, may_leave: bool) -> bool:
         """Submit a speculative update of the unit, as far as it can be rolled back. Return False if no part of it can.
@@ -365,7 +327,7 @@ class Executor:
         row = self.units[unit]
         row.views.outdate(slots)
         self._in_flight.confirm(row)
-        if not row.update_is_submitted:
+        if row.ticket is None:
             self._in_flight.finished.append(row)
         if row.residency is not Residency.STORED:
             self._do(UpdateDue(unit))
@@ -395,7 +357,7 @@ class Executor:
             self._in_flight.undo([row], self._free_gradients, grads=grads)
         self._spill_ahead()
         for row in ahead:
-            self._gathering.changed(row.index)
+            self.gathering.changed(row.index)
             if row in stale:
                 self._do(ParametersStale(row.index))
 
@@ -455,7 +417,7 @@ class Executor:
         self._show_finished()
         for params in self._params.passing:  # through host memory, on the way to the device
             row = self.units[params.index]
-            if not (row.update_is_submitted or row.update_is_due):
+            if row.ticket is None and row.due is None:
                 self._params.advance(params)
 
     def begin_step(self) -> None:
@@ -475,7 +437,7 @@ class Executor:
             behind = row.params.coming is not None or row.is_updating
             if behind or self._rests(row):
                 continue  # its next use shows it
-            if row.params.residency is Residency.RESIDENT and self._gathering.is_whole(row.index):
+            if row.params.residency is Residency.RESIDENT and self.gathering.is_whole(row.index):
                 row.views.show()
 
     @property
@@ -497,7 +459,7 @@ class Executor:
     def write_changed(self) -> None:
         """Write units that were modified outside the optimizer, if updates expect their values on NVMe."""
         for row in self.units:
-            if row.params.is_unwritten() and self._scheduler.is_written(row) and not row.update_is_submitted:
+            if row.params.is_unwritten() and self._scheduler.is_written(row) and row.ticket is None:
                 with self.resident(row.index):
                     row.params.write_home()
 
@@ -533,7 +495,7 @@ class Executor:
         for row in self.units:
             if not row.moves:
                 self._params.await_update(row.params)
-                self._gathering.gather(row.index)
+                self.gathering.gather(row.index)
                 row.views.show()
 
     # Values outside of a step #
@@ -546,15 +508,15 @@ class Executor:
         """
         row = self.units[unit]
         self.undo(unit)
-        self._gathering.drop_ahead()  # the model's pass may be running
+        self.gathering.drop_ahead()  # the model's pass may be running
         row.params.pin()
         try:
             self._do(ParametersNeeded(unit))
-            self._gathering.gather(unit)
+            self.gathering.gather(unit)
             row.views.show()
             yield row.params.tensor
         finally:
-            self._gathering.let_go(unit)
+            self.gathering.let_go(unit)
             row.params.unpin()
             self._rest(row)
 
@@ -585,9 +547,9 @@ class Executor:
             finally:
                 self._params.end_change(row.params)
                 self._params.await_update(row.params)
-                self._gathering.changed(unit)
+                self.gathering.changed(unit)
                 row.views.outdate()
-                if self._gathering.is_whole(unit):
+                if self.gathering.is_whole(unit):
                     row.views.show()
 
     def take_over(self) -> None:
@@ -608,7 +570,7 @@ class Executor:
         row.views.forget()
         self._params.await_update(row.params)
         behind = row.is_updating or self.views.detached
-        whole = row.residency is Residency.RESIDENT and self._gathering.is_whole(unit)
+        whole = row.residency is Residency.RESIDENT and self.gathering.is_whole(unit)
         if whole and not behind and not self._rests(row):
             row.views.show()
         else:
@@ -646,17 +608,16 @@ class Executor:
 
 
 # Unbound methods: bound ones would form a cycle, and an unreferenced executor would stay until a garbage collection.
-_PERFORMERS: dict[type[Action], Callable[[Executor, Any], None]] = {
+_PERFORMERS: dict[type[Action], Callable[[Executor, Unit, Any], object]] = {
     Fetch: Executor._fetch,
-    AwaitFetch: Executor._await_fetch,
-    AwaitGradients: Executor._await_gradients,
-    AwaitSpill: Executor._await_spill,
-    AwaitUpdate: Executor._await_update,
-    Evict: Executor._evict,
-    Spill: Executor._spill,
-    Submit: Executor._submit,
+    AwaitFetch: lambda executor, row, _: executor._await_fetch(row),
+    AwaitGradients: lambda executor, row, _: executor._grads.finish_moves(row.grads),
+    AwaitSpill: lambda executor, row, _: executor._grads.await_spill(row.grads),
+    AwaitUpdate: lambda executor, row, _: executor._in_flight.finish(row),
+    Evict: lambda executor, row, _: executor._evict(row),
+    Spill: lambda executor, row, _: executor._grads.spill(row.grads),
+    Submit: lambda executor, row, action: executor._in_flight.submit(row, action.write, action.needed),
     SubmitAhead: Executor._submit_ahead,
-    UpdateOnDevice: Executor._update_on_device,
-    AwaitNewest: Executor._await_newest,
-    AwaitAnyUpdate: Executor._await_any_update,
+    UpdateOnDevice: lambda executor, row, _: executor._in_flight.update_on_device(row),
+    AwaitNewest: lambda executor, row, _: executor._await_newest(row),
 }

@@ -36,8 +36,8 @@ def filling_of(runtime: Runtime, config: Config) -> Filling | None:
         return None
     if config.tiering.fill_device == "auto" and runtime.parts.are_several:
         return None  # several ranks could not repeat a batch that ran out of memory
-    assert runtime.grads.device is not None
-    return Filling(runtime, runtime.grads.device.budget, config)
+    assert runtime.grads_there is not None
+    return Filling(runtime, runtime.grads_there.budget, config)
 
 
 class Filling:
@@ -155,7 +155,7 @@ class Filling:
         for unit in that_fit(sizing.rules, sizing.shards, sizing.may_come, spare_bytes):
             if not self._come(unit):
                 break
-            runtime.sums.give_up(unit)
+            runtime.sums.give_up(runtime.grads.units[unit])
             self.came.append(unit)
             self._count(runtime.states.nbytes(unit))
         if self.came:

@@ -28,7 +28,7 @@ from infinity.zero.adapters import is_unmerged
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_units import codes
-from infinity.zero.partition import ParamSlot, Unit
+from infinity.zero.partition import ParamSlot, UnitLayout
 from infinity.zero.ranks import ranks_on_this_machine
 from infinity.zero.views import UnitViews
 
@@ -68,7 +68,7 @@ class Place:
     """The position of a parameter's values: a slot of a unit."""
 
     param: nn.Parameter
-    unit: Unit
+    unit: UnitLayout
     index: int
 
     @property
@@ -77,10 +77,10 @@ class Place:
 
 
 # By identity of the parameter, because tensors compare element by element; the reference shows whether it still lives.
-_owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner], Unit, int]] = {}
+_owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner], UnitLayout, int]] = {}
 
 
-def claim(owner: Owner, model: nn.Module, units: Iterable[Unit]) -> None:
+def claim(owner: Owner, model: nn.Module, units: Iterable[UnitLayout]) -> None:
     """Register `owner` as the engine of these parameters."""
     for unit in units:
         for index, slot in enumerate(unit.slots):
@@ -132,7 +132,7 @@ def has_values(param: nn.Parameter) -> bool:
 
 @torch.inference_mode(False)  # a parameter may lie in them, and must stay trainable
 def unit_values(
-    runtime: Runtime, unit: Unit, indices: Sequence[int], device: torch.device | None = None
+    runtime: Runtime, unit: UnitLayout, indices: Sequence[int], device: torch.device | None = None
 ) -> list[torch.Tensor]:
     """Return copies of parameters of a unit, in their shapes and compute dtype. All ranks call this together.
 
@@ -143,7 +143,7 @@ def unit_values(
     with runtime.executor.gathered(unit.index) as flat:
         for slot in (unit.slots[index] for index in indices):
             values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
-            copies.append(values.to(device or runtime.params.units[unit.index].tensor.device, copy=True))
+            copies.append(values.to(device or runtime.row(unit).params.tensor.device, copy=True))
     return copies
 
 
@@ -168,7 +168,7 @@ def newest_values(
         synchronize()
         values = unit_values(runtime, unit, indices, _CPU)
         for at, index in enumerate(indices):
-            lent = runtime.executor.units[unit.index].views.lent_values(index)
+            lent = runtime.row(unit).views.lent_values(index)
             if lent is not None:
                 values[at] = lent.to(_CPU, copy=True)
         values.reverse()
@@ -264,7 +264,7 @@ class Loan:
 
 
 def views_of(runtime: Runtime, place: Place) -> UnitViews:
-    return runtime.executor.units[place.unit.index].views
+    return runtime.row(place.unit).views
 
 
 def by_unit(places: Iterable[Place]) -> dict[int, list[Place]]:
@@ -280,7 +280,7 @@ def check_room(
     """Refuse copies of parameters that a rank has no memory for; on all ranks, if all make the copies together."""
     if not places:
         return
-    here = runtime.params.units[places[0].unit.index].tensor
+    here = runtime.row(places[0].unit).params.tensor
     nbytes = sum(place.slot.numel for place in places) * here.dtype.itemsize
     target = device or here.device
     free = free_bytes(target) // (ranks_on_this_machine(runtime.ranks) if target == _CPU else 1)
@@ -424,7 +424,7 @@ def _shape_problem(place: Place) -> str | None:
     return f"parameter `{place.slot.name}` has shape {tuple(place.param.shape)} now; it must stay {place.slot.shape}"
 
 
-def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamSlot) -> None:
+def _write_back(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, slot: ParamSlot) -> None:
     """Store the values that differ from the tiers', as far as they lie in this rank's shard."""
     layout = runtime.layout
     if unit.runs and not _differs(values, runtime, unit, slot):
@@ -449,7 +449,7 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamS
                 write_master(layout, master, flat[low:high], states)
 
 
-def _differs(values: torch.Tensor, runtime: Runtime, unit: Unit, slot: ParamSlot) -> bool:
+def _differs(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, slot: ParamSlot) -> bool:
     """Whether this rank's shard has other values."""
     with runtime.executor.resident(unit.index) as flat:
         parts = runtime.partition.parts(unit, of=slot)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -12,82 +11,58 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.kernels import GradStats
 from infinity.telemetry import Counters
-from infinity.tiers import DeviceSums, GradStores
-from infinity.zero.landing import Coming, Landing, Measures, Parted
+from infinity.tiers import DeviceSums, UnitGrads
+from infinity.zero.landing import Coming, Landing, Measures, Stays, ToHost, UnitTotal
 from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
-from infinity.zero.partition import Unit
 from infinity.zero.ranks import Vote
 from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
-
-
-@dataclass(slots=True)
-class _StepTotal:
-    """A unit's gradients of this step so far: parameters that have one, and the measurements."""
-
-    present: set[int] = field(default_factory=set)
-    stats: Measures = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _UnitTotal:
-    """The gradients of a unit so far.
-
-    Attributes:
-        trained: the number of its trained parameters.
-        of_pass: parameters whose gradient has come in the running pass.
-        step: None before the step's first gradient, and after the hand-over to an update.
-    """
-
-    unit: Unit
-    trained: int
-    of_pass: set[int] = field(default_factory=set)
-    step: _StepTotal | None = None
-
-    def begun(self) -> _StepTotal:
-        if self.step is None:
-            self.step = _StepTotal()
-        return self.step
 
 
 class Gradients:
     """The parameters' gradients of the current step.
 
     Args:
-        source: takes them from autograd.
-        landing: brings them into `stores`, which hold them.
+        totals: of all units.
+        to_host, stays: bring them to where they are held; `stays` is None if none stay on the device.
         sums: sums over micro-batches on the device, as far as there is room.
         parts: the other parts of a divided model.
+
+    Attributes:
+        source: takes them from autograd.
     """
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        stores: GradStores,
+        totals: Sequence[UnitTotal],
         source: Direct | Reduction,
-        landing: Landing | Parted,
+        to_host: ToHost,
+        stays: Stays | None,
         sums: DeviceSums,
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
     ) -> None:
-        self._store = stores.of
-        self._source = source
-        self._landing = landing
+        self._totals = totals
+        self.source = source
+        self._to_host = to_host
+        self._stays = stays
         self._sums = sums
         self._counters = counters
         self._parts = parts
         self._last_pass = False
-        self._rows = [_UnitTotal(unit, sum(slot.trainable for slot in unit.slots)) for unit in units]
+
+    def _landing(self, total: UnitTotal) -> Landing:
+        return self._stays if self._stays is not None and total.row.is_updated_on_device else self._to_host
 
     # Arriving #
 
     def take(self, unit: int, slot: int, param: nn.Parameter) -> Addend | None:
         """Take `param.grad` away. Return the gradients that are to be added now."""
-        grad = local_gradient(param)
+        grad, of = local_gradient(param), self._totals[unit].unit
         if grad is None:
-            raise RuntimeError(f"gradient of {self._rows[unit].unit.slots[slot].name} is missing when its hook runs")
+            raise RuntimeError(f"gradient of {of.slots[slot].name} is missing when its hook runs")
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        addend = self._source.take(unit, slot, grad)
+        addend = self.source.take(of, slot, grad)
         param.grad = None
         return addend
 
@@ -97,52 +72,54 @@ class Gradients:
         Returns:
             The gradients for `try_add`; None if nothing leaves the device yet.
         """
-        if self._last_pass and not self._sums.units:
+        if self._last_pass and not self._sums.sums:
             return addend
         unit, part, start, _, grad, *_ = addend
-        row = self._rows[unit]
+        total = self._totals[unit]
         begins_here = (
-            not self._last_pass and (row.step is None or part not in row.step.stats) and self._sums.make_room(unit)
+            not self._last_pass
+            and (total.step is None or part not in total.step.stats)
+            and not total.row.is_updated_on_device  # else its gradients never leave the device
+            and self._sums.make_room(total.row.grads)
         )
-        if not begins_here and not self._sums.holds(unit, part):
+        if not begins_here and (total.row.grads, part) not in self._sums.sums:
             return addend
-        self._sums.add(unit, part, start, grad.view(-1))
+        self._sums.add(total.row.grads, part, start, grad.view(-1))
         if self._last_pass:
-            summed = addend._replace(values=self._sums.of(unit, part))
-            self._sums.drop(unit, part)
-            return summed
-        self._note_come(row, addend)
+            return addend._replace(values=self._sums.sums.pop((total.row.grads, part)))
+        self._note_come(total, addend)
         return None
 
     def finish(self) -> Iterator[Addend]:
         """Yield the step's remaining gradients, if the user says only now that its last pass is over."""
         if not self._last_pass:
-            self._source.begin_pass(last=True)
-            yield from self._source.end_pass()
+            self.source.begin_pass(last=True)
+            yield from self.source.end_pass()
             self._note_told()
         yield from self.sums_left()
 
     def sums_left(self) -> Iterator[Addend]:
         """Yield the sums on the device to which the last micro-batch has added nothing."""
-        for unit, part in self._sums.held():
-            addend = self._sum_of(unit, part)
-            self._sums.drop(unit, part)
+        for held, part in list(self._sums.sums):
+            addend = self._sum_of(held, part)
+            del self._sums.sums[held, part]
             yield addend
 
-    def _sum_of(self, unit: int, part: int) -> Addend:
+    def _sum_of(self, held: UnitGrads, part: int) -> Addend:
         """Return the device's sum of a part, to be added on the host."""
-        values, start = self._sums.of(unit, part), 0 if part == WHOLE else self._rows[unit].unit.slots[part].offset
-        return Addend(unit, part, start, start + values.numel(), values, (), ())  # the slots are recorded already
+        start = 0 if part == WHOLE else self._totals[held.unit].unit.slots[part].offset
+        values = self._sums.sums[held, part]
+        return Addend(held.unit, part, start, start + values.numel(), values, (), ())  # the slots are recorded already
 
     def all_come(self, unit: int) -> bool:
         """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
-        row = self._rows[unit]
-        return self._source.tells_late or len(row.of_pass) == row.trained
+        total = self._totals[unit]
+        return self.source.tells_late or len(total.of_pass) == total.trained
 
     @staticmethod
-    def _note_come(row: _UnitTotal, addend: Addend) -> None:
-        row.begun().present.update(addend.present)
-        row.of_pass.update(addend.of_pass)
+    def _note_come(total: UnitTotal, addend: Addend) -> None:
+        total.begun().present.update(addend.present)
+        total.of_pass.update(addend.of_pass)
 
     def try_add(self, addend: Addend) -> bool | None:
         """Add to the host's gradients of a unit.
@@ -151,17 +128,18 @@ class Gradients:
             Whether all gradients of the unit have come in this backward pass; None if nothing was added for lack of
                 room.
         """
-        row = self._rows[addend.unit]
-        step = row.step or row.begun()  # first, so that a buffer opened below can be dropped
+        total = self._totals[addend.unit]
+        step = total.step or total.begun()  # first, so that a buffer opened below can be dropped
         is_first = not step.stats
-        if not self._landing.add(addend, step.stats, last_pass=self._last_pass):
+        landing = self._landing(total)
+        if not landing.add(total, addend, step.stats, last_pass=self._last_pass):
             return None
         if is_first:
-            for low, high in self._source.gaps[row.unit.index]:
-                self._store(row.unit.index).tensor(row.unit.index)[low:high] = 0  # kernels process the padding, too
+            for low, high in self.source.gaps[total.unit.index]:
+                landing.store.tensor(total.row.grads)[low:high] = 0  # kernels process the padding, too
         step.present.update(addend.present)
-        row.of_pass.update(addend.of_pass)
-        return self._source.tells_late or len(row.of_pass) == row.trained
+        total.of_pass.update(addend.of_pass)
+        return self.source.tells_late or len(total.of_pass) == total.trained
 
     def begin_backward(self, *, last: bool, uses: Sequence[int] | None) -> None:
         """Begin a backward pass; `last` is whether it is the last one of a step.
@@ -170,27 +148,11 @@ class Gradients:
             uses: see `Reduction.begin_pass`.
         """
         self._last_pass = last
-        self._source.begin_pass(last=last, uses=uses)
-
-    def leave(self, unit: int) -> Iterator[Addend]:
-        """Yield gradients to add after backward has left a module of the unit."""
-        return self._source.leave(unit)
-
-    def complete(self, unit: int) -> Iterator[Addend]:
-        """Yield gradients to add after a step's backward has left the unit for the last time."""
-        return self._source.complete(unit)
-
-    def forward_order(self) -> Sequence[int]:
-        """Return units in the expected order of the next forward, the same on all ranks; some may be missing."""
-        return self._source.forward_order()
-
-    def left_over(self) -> Iterator[Addend]:
-        """Yield gradients of units that other ranks have reduced during backward and this one has not."""
-        return self._source.rest()
+        self.source.begin_pass(last=last, uses=uses)
 
     def end_backward(self) -> Iterator[Addend]:
         """End the pass after yielding its last gradients."""
-        yield from self._source.end_pass()
+        yield from self.source.end_pass()
         self._note_told()
         if self._last_pass:
             yield from self.sums_left()
@@ -198,63 +160,64 @@ class Gradients:
 
     def _note_told(self) -> None:
         """Note which parameters have a gradient, now that it is known. Drop units in which none has one on any rank."""
-        if not self._source.tells_late:
+        if not self.source.tells_late:
             return
-        for unit, slots in self._source.told():
-            self._rows[unit].begun().present.update(slots)
-        for row in self._rows:
-            if row.step is not None and not row.step.present:
-                self._sums.drop(row.unit.index, WHOLE)
-                self._drop(row)
+        for unit, slots in self.source.told():
+            self._totals[unit].begun().present.update(slots)
+        for total in self._totals:
+            if total.step is not None and not total.step.present:
+                self._sums.sums.pop((total.row.grads, WHOLE), None)
+                self._drop(total)
 
     def abort_backward(self) -> None:
         """Forget the pass, which has failed."""
-        self._source.clear()
+        self.source.clear()
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        for row in self._rows:
-            row.of_pass.clear()
+        for total in self._totals:
+            total.of_pass.clear()
 
     # Sums #
 
     def begun(self, unit: int) -> bool:
         """Whether the unit has a gradient in this step."""
-        return self._rows[unit].step is not None
+        return self._totals[unit].step is not None
 
     def units_with_gradients(self) -> list[int]:
-        return [row.unit.index for row in self._rows if row.step is not None and row.step.present]
+        return [total.unit.index for total in self._totals if total.step is not None and total.step.present]
 
     def slots_with_gradients(self, unit: int) -> frozenset[int]:
-        step = self._rows[unit].step
+        step = self._totals[unit].step
         return frozenset() if step is None else frozenset(step.present)
 
     def have_come(self, unit: int) -> bool:
         """Whether the measurements of the unit can be read without waiting."""
-        return self._store(unit).has_come(unit)
+        total = self._totals[unit]
+        return self._landing(total).store.has_come(total.row.grads)
 
     @property
     def lag(self) -> int:
         """Number of units whose gradients may still be on their way from the device while the next unit is computed."""
-        return self._landing.lag
+        return max(self._to_host.lag, 0 if self._stays is None else self._stays.lag)
 
     @property
     def alone(self) -> bool:
         """Whether gradients can be checked at any time, because no other rank takes part in it."""
-        return self._source.groups.all.size * self._parts.ranks.size == 1
+        return self.source.groups.all.size * self._parts.ranks.size == 1
 
     def ask_others(self, unit: int) -> Vote:
         """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""
-        spoilt, sharing = not self._is_finite_here(unit), self._source.groups.sharing
+        spoilt, sharing = not self._is_finite_here(unit), self.source.groups.sharing
         if self._parts.ranks.size == 1:
             return sharing.ask(spoilt)
-        with self._source.agreeing():
+        with self.source.agreeing():
             spoilt = sharing.any(spoilt)
         return self._parts.ranks.ask(spoilt)
 
     def is_finite(self, vote: Vote) -> bool:
         """Wait for the vote of `ask_others`."""
-        with self._source.agreeing():
+        with self.source.agreeing():
             return not vote.result()
 
     def _is_finite_here(self, unit: int) -> bool:
@@ -262,16 +225,17 @@ class Gradients:
 
     def _stats(self, unit: int) -> list[GradStats]:
         """Return the measurements of the unit's gradients. Blocks until they have come."""
-        stats = self._measures(unit)
+        total, stats = self._totals[unit], self._measures(unit)
+        landing = self._landing(total)
         for part in [part for part, measured in stats.items() if measured is None]:
-            stats[part] = self._landing.measure(unit, part)
+            stats[part] = landing.measure(total, part)
         for part, measured in reversed(tuple(stats.items())):  # after the last one all are there, so there is one wait
             if isinstance(measured, Coming):
-                stats[part] = self._landing.settled(unit, part, measured.stats(self._counters))
+                stats[part] = landing.settled(total, part, measured.stats(self._counters))
         return [measured for measured in stats.values() if isinstance(measured, GradStats)]
 
     def _measures(self, unit: int) -> Measures:
-        step = self._rows[unit].step
+        step = self._totals[unit].step
         return {} if step is None else step.stats
 
     def are_measured(self, unit: int) -> bool:
@@ -295,8 +259,8 @@ class Gradients:
         A rank's sum is rounded once, so the order of units does not change it. On a rank that is alone, cutting blocks
         does not change it either.
         """
-        with self._source.agreeing():
-            return math.sqrt(self._parts.ranks.sum(self._source.groups.sharing.sum(math.fsum(sums_sq))))
+        with self.source.agreeing():
+            return math.sqrt(self._parts.ranks.sum(self.source.groups.sharing.sum(math.fsum(sums_sq))))
 
     # Reads from outside #
 
@@ -310,18 +274,19 @@ class Gradients:
             InfinityError: an update has them, or they are not reduced over the ranks yet.
         """
         self.check_reduced()
-        for other, part in self._sums.held():
-            if other == unit:
-                while self.try_add(self._sum_of(unit, part)) is None:  # in case of an error it stays on the device
+        total = self._totals[unit]
+        for held, part in list(self._sums.sums):
+            if held is total.row.grads:
+                while self.try_add(self._sum_of(held, part)) is None:  # in case of an error it stays on the device
                     self._have_freed(unit, free)
-                self._sums.drop(unit, part)
-        while (buffer := self._store(unit).open(unit)) is None:
+                del self._sums.sums[held, part]
+        while (buffer := self._landing(total).store.open(total.row.grads)) is None:
             self._have_freed(unit, free)
         return buffer
 
     def collected_anywhere(self) -> bool:
         """Whether some rank has gradients that are not reduced over the ranks yet. All ranks call this together."""
-        return self._source.groups.all.any(self._source.waits)
+        return self.source.groups.all.any(self.source.waits)
 
     def collected_values(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
         """Return a copy of a gradient that is not reduced yet: see `Reduction.look`.
@@ -331,7 +296,7 @@ class Gradients:
         """
         if slot in self.slots_with_gradients(unit):
             self.check_reduced()
-        return self._source.look(unit, slot, of_all=of_all)
+        return self.source.look(unit, slot, of_all=of_all)
 
     @staticmethod
     def _have_freed(unit: int, free: Callable[[int], bool]) -> None:
@@ -344,7 +309,7 @@ class Gradients:
         Raises:
             InfinityError: some are not reduced over the ranks yet.
         """
-        if self._source.waits:
+        if self.source.waits:
             raise InfinityError(
                 "gradients are not reduced over the ranks before the last micro-batch's backward, at stages 0 and 1 "
                 "and with communication.shard_size: look at them after that, before step()"
@@ -352,29 +317,31 @@ class Gradients:
 
     def remeasure(self, unit: int) -> None:
         """Measure the unit's gradients, which are in memory, again after a change from outside."""
-        stats = self._measures(unit)
+        total, stats = self._totals[unit], self._measures(unit)
         for part in stats:
-            stats[part] = self._landing.measure(unit, part)
+            stats[part] = self._landing(total).measure(total, part)
 
     # Room #
 
     def rest(self, unit: int) -> None:
         """Note that the unit's gradients do not change for a while."""
-        self._store(unit).rest(unit)
+        total = self._totals[unit]
+        self._landing(total).store.rest(total.row.grads)
 
     def all_lack_room(self, unit: int) -> bool:
         """Whether all ranks that share the unit's gradients have no capacity left for them."""
-        return self.alone or self._store(unit).lacks_capacity(unit)
+        total = self._totals[unit]
+        return self.alone or self._landing(total).store.lacks_capacity(total.row.grads)
 
     # Ends #
 
     def forget(self, unit: int) -> None:
         """Start a new sum at the unit's next gradient: the present ones belong to an update."""
-        self._rows[unit].step = None
+        self._totals[unit].step = None
 
     def held(self) -> bool:
         """Whether there are gradients without an update."""
-        return self._source.waits or bool(self.units_with_gradients())
+        return self.source.waits or bool(self.units_with_gradients())
 
     def drop_slots(self, slots: Mapping[int, Collection[int]]) -> None:
         """Drop the gradients of these parameters, given as slots by unit.
@@ -382,9 +349,9 @@ class Gradients:
         Raises:
             InfinityError: others would stay, but the reduced gradients of a unit are one sum.
         """
-        if self._source.groups.all.size > 1:
-            here = {row.unit.index: set(row.step.present) for row in self._rows if row.step is not None}
-            for unit, waiting in self._source.slots_that_wait():
+        if self.source.groups.all.size > 1:
+            here = {total.unit.index: set(total.step.present) for total in self._totals if total.step is not None}
+            for unit, waiting in self.source.slots_that_wait():
                 here.setdefault(unit, set()).update(waiting)
             if any(some - set(slots.get(unit, ())) for unit, some in here.items()):
                 raise InfinityError(
@@ -394,25 +361,25 @@ class Gradients:
             self.drop_all()
             return
         for unit in slots:
-            row = self._rows[unit]
-            if row.step is None:
+            total = self._totals[unit]
+            if total.step is None:
                 continue
             for slot in slots[unit]:
-                row.step.present.discard(slot)
-                row.step.stats.pop(slot, None)
-                self._sums.drop(unit, slot)
-            if not row.step.present:
-                self._drop(row)
+                total.step.present.discard(slot)
+                total.step.stats.pop(slot, None)
+                self._sums.sums.pop((total.row.grads, slot), None)
+            if not total.step.present:
+                self._drop(total)
 
     def drop_all(self) -> None:
-        self._source.clear()
-        self._sums.clear()
-        for row in self._rows:
-            if row.step is not None:
-                self._drop(row)
+        self.source.clear()
+        self._sums.sums.clear()
+        for total in self._totals:
+            if total.step is not None:
+                self._drop(total)
 
-    def _drop(self, row: _UnitTotal) -> None:
-        store = self._store(row.unit.index)
-        if store.holds(row.unit.index):
-            store.drop(row.unit.index)
-        row.step = None
+    def _drop(self, total: UnitTotal) -> None:
+        store = self._landing(total).store
+        if store.holds(total.row.grads):
+            store.drop(total.row.grads)
+        total.step = None

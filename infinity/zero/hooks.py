@@ -59,7 +59,7 @@ from infinity.errors import InfinityError
 from infinity.zero.compiled import is_compiled, left_out
 from infinity.zero.coroutines import this_thread
 from infinity.zero.outside_units import normalisations
-from infinity.zero.partition import HookPoint, Partition, Unit
+from infinity.zero.partition import HookPoint, Partition, UnitLayout
 from infinity.zero.reads import ParameterReads, Used
 
 
@@ -72,11 +72,12 @@ class Listener(Protocol):
     def backward_enter(self, units: tuple[int, ...]) -> None:
         """As `enter`, for the backward of a call; with no units at the start of a backward pass."""
 
-    def leave(self, units: tuple[int, ...]) -> None:
-        """Called at the end of a use after `enter` or `backward_enter`, unless that raised."""
+    def leave(self, units: tuple[int, ...], *, ends_forward: bool = False) -> None:
+        """Called at the end of a use after `enter` or `backward_enter`, unless that raised.
 
-    def forward_left(self) -> None:
-        """Called after `leave`, at the end of a forward call that no watched module has made."""
+        Args:
+            ends_forward: it is the end of a forward call that no watched module has made.
+        """
 
     def backward_left(self, units: tuple[int, ...]) -> None:
         """Called when backward has left one call of the module with these units, after `leave`."""
@@ -126,7 +127,7 @@ class Hooks:
         moving = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
         self._units = [
             # Backward needs no values of a unit without elements; bringing it would fill memory with padding.
-            _UnitUses(unit.index in moving and _has_elements(unit), sum(slot.trainable for slot in unit.slots))
+            _UnitUses(unit.index in moving and _has_elements(unit), unit.trained)
             for unit in partition.units
         ]
         self._calls: list[_Call] = []
@@ -195,9 +196,8 @@ class Hooks:
         self._reads.end()
         running = self._running
         while running:
-            self._listener.leave(tuple(running.pop().units))
-            if not running:
-                self._listener.forward_left()
+            units = tuple(running.pop().units)
+            self._listener.leave(units, ends_forward=not running)
 
     def remove(self) -> None:
         """Remove all hooks, and the reference to the listener, which refers to this object."""
@@ -234,9 +234,7 @@ class Hooks:
             call = running.pop()
             if call.watches:
                 self._reads.end()
-            self._listener.leave(tuple(call.units))
-            if not running:
-                self._listener.forward_left()
+            self._listener.leave(tuple(call.units), ends_forward=not running)
             if not torch.is_grad_enabled():
                 return
             if call.followed:
@@ -321,20 +319,17 @@ class Hooks:
         return not call.has_inputs and all(self._units[unit].is_complete for unit in call.followed)
 
 
-def _has_elements(unit: Unit) -> bool:
+def _has_elements(unit: UnitLayout) -> bool:
     return any(slot.numel for slot in unit.slots)
 
 
 class _Nobody:
     """The listener after `remove`."""
 
-    def enter(self, units: tuple[int, ...]) -> None:
+    def enter(self, units: tuple[int, ...], **_: bool) -> None:
         """Do nothing."""
 
     backward_enter = leave = backward_left = enter
-
-    def forward_left(self) -> None:
-        """Do nothing."""
 
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         """Do nothing."""

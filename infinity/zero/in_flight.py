@@ -22,13 +22,14 @@ from queue import SimpleQueue
 import torch
 
 from infinity.errors import CapacityError, InfinityError
+from infinity.kernels import update_on_device
 from infinity.optim.before_images import Image
+from infinity.optim.formats import StateLayout
 from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import GradStore, Memory, Params
-from infinity.zero.on_device import OnDevice
-from infinity.zero.unit import Ahead, OldParams, Submitted, Unit
+from infinity.tiers import DeviceGrads, Fields, GradStore, Memory, Params, StateStore
+from infinity.zero.unit import Ahead, OldParams, Unit
 
 FreeGradients = Callable[[Unit], bool]
 
@@ -37,7 +38,7 @@ class InFlight:
     """The units whose updates are due, in the pipeline, or finished.
 
     Args:
-        device: updates units whose states are on the device; None if there are none.
+        there: gradients of units whose states are on the device; None if there are no such units.
 
     Attributes:
         finished: units whose updates are finished; the reader removes them.
@@ -49,9 +50,10 @@ class InFlight:
         self,
         params: Params,
         grads: GradStore,
+        there: DeviceGrads | None,
+        states: StateStore,
         pipeline: UpdatePipeline,
         counters: Counters,
-        device: OnDevice | None = None,
     ) -> None:
         self.finished: list[Unit] = []
         self.some_rest = False
@@ -61,7 +63,8 @@ class InFlight:
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
-        self._device = device
+        self._there = there
+        self._states = states
         self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed or have failed
         # These give the order of units; their state is in the rows. An interrupt may leave a stale entry here.
         self._due: dict[Unit, None] = {}
@@ -87,10 +90,19 @@ class InFlight:
     # Into the pipeline #
 
     def update_on_device(self, each: Unit) -> None:
-        """Run the due update of a unit whose states are on the device."""
+        """Run the due update of a unit whose states are on the device.
+
+        It is queued on the compute stream, before all later computation, so that nobody needs to wait for it.
+        """
         with self._handing_over:
-            assert self._device is not None
-            self._device.update(each.params, self._take_due(each))
+            assert self._there is not None
+            segments = self._take_due(each)
+            param, grad = self._params.begin_device_change(each.params), self._there.tensor(each.grads)
+            with self._states.changing_there(each.index) as fields:
+                for segment in segments:
+                    _update_there(self._pipeline.layout, segment, param, grad, fields)
+            self._params.end_device_change(each.params)
+            self._there.drop(each.grads)
             self.finished.append(each)
 
     def submit(self, each: Unit, write: bool, needed: int) -> None:
@@ -127,7 +139,7 @@ class InFlight:
         """Submit an update to the pipeline. `before` is its room in the undo log; None for an update that is not
         speculative."""
         unit, params = each.index, each.params
-        grad, arriving = self._grads.hand_over(unit)
+        grad, arriving = self._grads.hand_over(each.grads)
         touching = self._params.begin_update(params)
         spec = params.spec
         trained = spec.trainable_numel // spec.sharding.count
@@ -152,7 +164,7 @@ class InFlight:
         written = params.write_through(ticket) if write else None
         reconstructable = self._pipeline.undoing.can_recover_param(segments, self._grads.dtype)
         self._submitted[unit] = each
-        each.submit(Submitted(ticket, written, keeps=before is not None), reconstructable=reconstructable)
+        each.submit(ticket, written, keeps=before is not None, reconstructable=reconstructable)
         return ticket
 
     # Speculative updates, see [Note: updates ahead] #
@@ -188,9 +200,9 @@ class InFlight:
     def _needed_later(self, needed: int) -> list[tuple[Unit, UpdateTicket]]:
         """Speculative updates that use the undo log and are needed later than `needed`, the latest last."""
         found = [
-            (each, each.submitted.ticket)
+            (each, each.ticket)
             for each in self.speculative
-            if each.submitted is not None and each.ahead is not None and each.ahead.old_params is OldParams.IMAGES
+            if each.ticket is not None and each.ahead is not None and each.ahead.old_params is OldParams.IMAGES
         ]
         return sorted((pair for pair in found if pair[1].job.needed > needed), key=lambda pair: pair[1].job.needed)
 
@@ -203,7 +215,7 @@ class InFlight:
 
     def _decide(self, each: Unit) -> Ahead:
         """Clear the unit's speculative update, and return it."""
-        ahead = each.roll_back()
+        ahead = each.decide()
         self.speculative.pop(each, None)
         return ahead
 
@@ -252,7 +264,7 @@ class InFlight:
             tells_grads = (
                 foreseen.grads_may_leave
                 and not before
-                and self._grads.shares(unit)
+                and each.spills
                 and tiles == self._pipeline.all_tiles(unit)
                 and self._pipeline.undoing.can_recover(segments, self._grads.dtype)
             )
@@ -277,10 +289,10 @@ class InFlight:
                 self._due[each] = None
             ahead = each.commit(in_part=in_part)
             self.speculative.pop(each, None)
-            if each.submitted is not None and not in_part:
-                each.submitted.keeps = False
+            if each.ticket is not None and not in_part:
+                each.keeps = False
             elif not in_part:
-                self._grads.drop(each.index)
+                self._grads.drop(each.grads)
             self._pipeline.undoing.forget_before(ahead.ticket)
 
     def undo(self, rows: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
@@ -299,7 +311,7 @@ class InFlight:
             CapacityError: host memory has no room for the gradients.
         """
         for each in rows:
-            if each.params.computed_on.pins > int(each.submitted is not None):
+            if each.params.computed_on.pins > int(each.ticket is not None):
                 raise InfinityError(
                     f"the values of unit `{each.name}` are asked for while backward uses it, after its update has "
                     'begun: set tiering.update_schedule to "deferred"'
@@ -309,8 +321,8 @@ class InFlight:
             tickets = [ahead.ticket for ahead in aheads if ahead is not None]
             submitted = [each for each in self._submitted.values() if each in rows]
             for each in submitted:
-                assert each.submitted is not None
-                each.submitted.ticket.recovers = False  # its gradients are still in memory
+                assert each.ticket is not None
+                each.ticket.recovers = False  # its gradients are still in memory
             self._pipeline.stop(tickets)
             for each in submitted:
                 self.finish(each)
@@ -336,12 +348,12 @@ class InFlight:
             grads: the gradients, into host memory, from which they may spill; if False, drop them.
             param: the parameters.
         """
-        unit, ahead = each.index, each.ahead
+        held, ahead = each.grads, each.ahead
         assert ahead is not None
         param = param and ahead.old_params is OldParams.STATES
-        if self._grads.is_elsewhere(unit) and not grads:
-            self._grads.drop(unit)
-        grads = self._grads.is_elsewhere(unit)
+        if held.is_elsewhere and not grads:
+            self._grads.drop(held)
+        grads = held.is_elsewhere
         if not grads and not param:
             return
         with self._handing_over:
@@ -349,11 +361,11 @@ class InFlight:
             with self._changing(each) if param else nullcontext() as flat:
                 self._pipeline.recover(ahead.ticket, grad=buffer, param=flat)
             if grads:
-                self._grads.rest(unit)
+                self._grads.rest(held)
                 self.some_rest = True
 
     def _room_for_grads(self, each: Unit, free_gradients: FreeGradients) -> torch.Tensor:
-        while (buffer := self._grads.restore(each.index)) is None:
+        while (buffer := self._grads.restore(each.grads)) is None:
             if not free_gradients(each):
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{each.name}`, whose update is undone: raise "
@@ -380,7 +392,7 @@ class InFlight:
 
     def finish_ahead(self, each: Unit, free_gradients: FreeGradients) -> None:
         """Wait for a speculative update whose gradients are about to change, and mark it for rollback."""
-        if each.submitted is not None:
+        if each.ticket is not None:
             self.finish(each)
         self._recover(each, free_gradients, grads=True, param=False)
         assert each.ahead is not None
@@ -412,23 +424,23 @@ class InFlight:
     @property
     def all_computed(self) -> bool:
         """Whether no update is still to be computed and none has failed. Writes may be in flight."""
-        tickets = [each.submitted.ticket for each in self._submitted.values() if each.submitted is not None]
+        tickets = [each.ticket for each in self._submitted.values() if each.ticket is not None]
         return not self._due and all(each.computed.done() and each.computed.exception() is None for each in tickets)
 
     @staticmethod
     def _is_computed(each: Unit) -> bool:
-        return each.submitted is not None and each.submitted.ticket.computed.done()
+        return each.ticket is not None and each.ticket.computed.done()
 
     # Out of it #
 
     def wait_computed(self, each: Unit) -> None:
         """Block until the unit's update is computed, and upload the new values as they come. Writes home may be in
         flight."""
-        submitted, params = each.submitted, each.params
-        if submitted is not None:
+        ticket, params = each.ticket, each.params
+        if ticket is not None:
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
                 sends = params.send_part if params.can_send_parts() else None
-                self._pipeline.wait_computed(submitted.ticket, sends)
+                self._pipeline.wait_computed(ticket, sends)
             self._params.end_change(params)
 
     def finish_one(self) -> bool:
@@ -466,13 +478,13 @@ class InFlight:
             return
         self._take_ended()
         for each in list(self._computed):
-            if each.submitted is not None and each.submitted.ticket.done():
+            if each.ticket is not None and each.ticket.done():
                 self._note(each)
 
     def finish(self, each: Unit) -> None:
         """Block until the unit's submitted update is computed and written."""
-        assert each.submitted is not None
-        ticket = each.submitted.ticket
+        ticket = each.ticket
+        assert ticket is not None
         with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
             self._pipeline.wait_computed(ticket)
         with self._counters.stalled(StallCause.DISK_WRITE):
@@ -481,23 +493,38 @@ class InFlight:
 
     def _note(self, each: Unit) -> None:
         with self._handing_over:
-            submitted, unit = each.finish(), each.index
+            ticket, write = each.finish()
             self._submitted.pop(each.index, None)
             self._computed.pop(each, None)
-            for move in submitted.ticket.missing:  # a withdrawn update has not waited for its inputs
+            for move in ticket.missing:  # a withdrawn update has not waited for its inputs
                 move.wait(self._counters)
-            if not submitted.keeps:
-                self._grads.used(unit)
-            elif submitted.ticket.recovers:
-                self._grads.left(unit)
+            if not each.keeps:
+                self._grads.used(each.grads)
+            elif ticket.recovers:
+                self._grads.left(each.grads)
             else:
-                self._grads.returned(unit)
+                self._grads.returned(each.grads)
                 self.some_rest = True
-            self._params.close_host(each.params, changed=submitted.ticket.chosen)  # a withdrawn update changes nothing
-            if submitted.write is not None:
-                each.params.field.finish_move(submitted.write)
-            submitted.ticket.result()  # raises if the update failed
+            self._params.close_host(each.params, changed=ticket.chosen)  # a withdrawn update changes nothing
+            if write is not None:
+                each.params.field.finish_move(write)
+            ticket.result()  # raises if the update failed
             self.finished.append(each)
+
+
+def _update_there(
+    layout: StateLayout, segment: Segment, param: torch.Tensor, grad: torch.Tensor, fields: Fields
+) -> None:
+    """Update a segment of a unit on the device."""
+    here, part = slice(segment.start, segment.stop), layout.narrow(fields, segment.start, segment.stop)
+    update_on_device(
+        segment.rule,
+        param[here],
+        grad[here],
+        master=None if layout.master is None else part[layout.master],
+        first=None if layout.first is None else part[layout.first],
+        second=None if layout.second is None else part[layout.second],
+    )
 
 
 def _put(ended: SimpleQueue[int], unit: int, _: Future[None]) -> None:

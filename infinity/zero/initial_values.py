@@ -17,12 +17,12 @@ from infinity.zero.adapters import lora_rule, lora_values, name_before_wrapping
 from infinity.zero.construction import made_in_files
 from infinity.zero.meta import InitFunction, own_rule
 from infinity.zero.model_parts import has_numbers, local_part, set_local_part
-from infinity.zero.partition import Unit
+from infinity.zero.partition import UnitLayout
 from infinity.zero.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
-ReadBack = Callable[[Unit], Mapping[str, torch.Tensor]]
+ReadBack = Callable[[UnitLayout], Mapping[str, torch.Tensor]]
 
 
 class WeightSource(Protocol):
@@ -161,7 +161,7 @@ class InitialValues:
 
     # Taking out #
 
-    def take(self, unit: Unit) -> dict[str, torch.Tensor]:
+    def take(self, unit: UnitLayout) -> dict[str, torch.Tensor]:
         """The initial values of a unit's parameters by name, flat, in the dtype they came in.
 
         Raises:
@@ -176,7 +176,7 @@ class InitialValues:
             self._made.pop(slot.name, None)
         return {name: value.detach().cpu().reshape(-1) for name, value in values.items() if value is not None}
 
-    def placed(self, unit: Unit, inexact: Container[str]) -> None:
+    def placed(self, unit: UnitLayout, inexact: Container[str]) -> None:
         """The tiers have the unit's values, but for those of `inexact` parameters as they came."""
         for slot in unit.slots:
             self._made.pop(slot.name, None)
@@ -237,7 +237,7 @@ class InitialValues:
                 new[0],
             )
 
-    def _initialise(self, unit: Unit) -> None:
+    def _initialise(self, unit: UnitLayout) -> None:
         """Give the modules that own the unit's parameters memory, have them initialised, and keep the values."""
         owners = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots)
         wanting = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots if self._value(slot.name) is None)
@@ -264,7 +264,7 @@ class InitialValues:
 
     # Giving back #
 
-    def read_back(self, units: Iterable[Unit], stored: ReadBack) -> None:
+    def read_back(self, units: Iterable[UnitLayout], stored: ReadBack) -> None:
         """Take what the tiers alone have from there, as far as it can be read, before they go.
 
         Args:

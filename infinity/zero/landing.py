@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 
 from infinity.kernels import GradStats, grad_stats, grad_store
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import DeviceGrads, GradStore, GradStores, Transfer, to_host
-from infinity.zero.partition import ParamSlot, Unit
+from infinity.tiers import DeviceGrads, GradStore, Transfer, to_host
+from infinity.zero.partition import UnitLayout
 from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
+from infinity.zero.unit import Unit
 
 _LAG = 2  # one unit's gradients are copied while the next is computed
 
@@ -40,40 +42,57 @@ class Coming:
 Measures: TypeAlias = dict[int, GradStats | Coming | None]  # by part of a unit; None if not measured yet
 
 
-class _UnitParts(NamedTuple):
-    """A unit's parts: the number of its first part among those of all units, and its parameters."""
+@dataclass(slots=True)
+class StepTotal:
+    """A unit's gradients of this step so far: parameters that have one, and the measurements."""
 
-    first: int
-    slots: Sequence[ParamSlot]
+    present: set[int] = field(default_factory=set)
+    stats: Measures = field(default_factory=dict)
 
 
-class Places:
-    """The positions of the parts of units, which are added to and measured separately.
-
-    Args:
-        whole: a unit is one part, because ranks reduce it as one; if False, each parameter is a part.
+@dataclass(slots=True)
+class UnitTotal:
+    """The gradients of a unit so far.
 
     Attributes:
-        count: number of parts of all units.
+        row: what the engine has of the unit.
+        first: number of the unit's first part among the parts of all units.
+        trained: the number of its trained parameters.
+        of_pass: parameters whose gradient has come in the running pass.
+        step: None before the step's first gradient, and after the hand-over to an update.
     """
 
-    def __init__(self, units: Sequence[Unit], *, whole: bool) -> None:
-        self.count = 0
-        self._units: list[_UnitParts] = []
-        for unit in units:
-            self._units.append(_UnitParts(self.count, unit.slots))
-            self.count += 1 if whole else len(unit.slots)
+    unit: UnitLayout
+    row: Unit
+    first: int
+    trained: int
+    of_pass: set[int] = field(default_factory=set)
+    step: StepTotal | None = None
 
-    def index(self, unit: int, part: int) -> int:
-        """Return the number of a part among all units' parts."""
-        return self._units[unit].first + (0 if part == WHOLE else part)
+    def begun(self) -> StepTotal:
+        if self.step is None:
+            self.step = StepTotal()
+        return self.step
 
-    def of(self, flat: torch.Tensor, unit: int, part: int) -> torch.Tensor:
+    def number(self, part: int) -> int:
+        """Return the number of a part among the parts of all units."""
+        return self.first + (0 if part == WHOLE else part)
+
+    def part_of(self, flat: torch.Tensor, part: int) -> torch.Tensor:
         """Return a part's values in the unit's buffer."""
         if part == WHOLE:
             return flat
-        slot = self._units[unit].slots[part]
+        slot = self.unit.slots[part]
         return flat[slot.offset : slot.offset + slot.numel]
+
+
+def parts_before(units: Sequence[UnitLayout], *, whole: bool) -> list[int]:
+    """Return for each unit the number of parts of the units before it, and behind them the number of all parts.
+
+    Args:
+        whole: a unit is one part, because ranks reduce it as one; if False, each parameter is a part.
+    """
+    return list(accumulate((1 if whole else len(unit.slots) for unit in units), initial=0))
 
 
 class Landing(ABC):
@@ -83,18 +102,18 @@ class Landing(ABC):
         source: their origin; it knows how much of a part's norm counts for the model.
 
     Attributes:
+        store: holds them.
         lag: for how many units they may still be on their way while the next unit is computed.
     """
 
     lag = 0
 
-    def __init__(self, store: GradStore | DeviceGrads, source: Direct | Reduction, places: Places) -> None:
-        self._held = store
+    def __init__(self, store: GradStore | DeviceGrads, source: Direct | Reduction) -> None:
+        self.store: GradStore | DeviceGrads = store
         self._source = source
-        self._places = places
 
     @abstractmethod
-    def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
+    def add(self, total: UnitTotal, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
         """Add to the gradients of a unit. Return False, and add nothing, while there is no room.
 
         Args:
@@ -103,64 +122,49 @@ class Landing(ABC):
         """
 
     @abstractmethod
-    def measure(self, unit: int, part: int) -> GradStats | Coming:
+    def measure(self, total: UnitTotal, part: int) -> GradStats | Coming:
         """Measure the present gradients of a part."""
 
-    def settled(self, unit: int, part: int, stats: GradStats) -> GradStats:
+    def settled(self, total: UnitTotal, part: int, stats: GradStats) -> GradStats:
         """Return the share of a measurement that counts for the model's norm."""
         if not self._source.shares:
             return stats
-        return self._source.measured(unit, part, stats, self._values(unit, part))
+        return self._source.measured(total.unit, part, stats, self._values(total, part))
 
-    def _values(self, unit: int, part: int) -> torch.Tensor:
-        return self._places.of(self._held.tensor(unit), unit, part)
+    def _values(self, total: UnitTotal, part: int) -> torch.Tensor:
+        return total.part_of(self.store.tensor(total.row.grads), part)
 
 
 class ToHost(Landing):
-    """Gradients go to host memory. The first of a step are copied while the device computes, if it measures them.
+    """Gradients go to host memory. The first of a step are copied while the device computes, if it measures them."""
 
-    Args:
-        note: called for each copy of a unit's gradients that begins.
-    """
-
-    def __init__(
-        self,
-        store: GradStore,
-        source: Direct | Reduction,
-        places: Places,
-        counters: Counters,
-        *,
-        streams: bool,
-        note: Callable[[int, Transfer], None],
-    ) -> None:
-        super().__init__(store, source, places)
+    def __init__(self, store: GradStore, source: Direct | Reduction, counters: Counters, *, streams: bool) -> None:
+        super().__init__(store, source)
         self._store = store
         self._counters = counters
         self._streams = streams
-        self._note = note
         self.lag = _LAG if streams else 0
 
-    def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
-        unit, part, start, stop, grad, *_ = addend
-        if self._streams and part not in measures and self._store.can_receive(unit):
-            index = self._places.index(unit, part)
-            copy = self._store.receive(unit, start, grad.view(-1), index)
+    def add(self, total: UnitTotal, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
+        _, part, start, stop, grad, *_ = addend
+        if self._streams and part not in measures and self._store.can_receive(total.row.grads):
+            index = total.number(part)
+            copy = self._store.receive(total.row.grads, start, grad.view(-1), index)
             if copy is not None:
                 measures[part] = Coming(self._store.norms.values[index], copy)
-                self._note(unit, copy)
+                total.row.params.final = copy
             return copy is not None
-        buffer = self._store.open(unit)
+        buffer = self._store.open(total.row.grads)
         if buffer is None:
             return False
         values = buffer[start:stop]
         here = grad if grad.is_cpu else to_host(grad, self._counters)
         stored = grad_store(values, here, accumulate=part in measures)
-        measures[part] = self._source.measured(unit, part, stored, values) if self._source.shares else stored
+        measures[part] = self._source.measured(total.unit, part, stored, values) if self._source.shares else stored
         return True
 
-    def measure(self, unit: int, part: int) -> GradStats:
-        values = self._values(unit, part)
-        return self.settled(unit, part, grad_stats(values))
+    def measure(self, total: UnitTotal, part: int) -> GradStats:
+        return self.settled(total, part, grad_stats(self._values(total, part)))
 
 
 class Stays(Landing):
@@ -168,58 +172,22 @@ class Stays(Landing):
 
     lag = _LAG
 
-    def __init__(self, store: DeviceGrads, source: Direct | Reduction, places: Places) -> None:
-        super().__init__(store, source, places)
+    def __init__(self, store: DeviceGrads, source: Direct | Reduction) -> None:
+        super().__init__(store, source)
         self._store = store
 
-    def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
-        unit, part, start, stop, grad, *_ = addend
-        buffer = self._store.open(unit)
+    def add(self, total: UnitTotal, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
+        _, part, start, stop, grad, *_ = addend
+        buffer = self._store.open(total.row.grads)
         if buffer is None:
             return False
         values = buffer[start:stop]
         (values.add_ if part in measures else values.copy_)(grad.view(-1))
-        measures[part] = self.measure(unit, part) if last_pass else None
+        measures[part] = self.measure(total, part) if last_pass else None
         return True
 
-    def measure(self, unit: int, part: int) -> Coming:
-        index = self._places.index(unit, part)
-        return Coming(self._store.norms.values[index], self._store.measure(unit, index, self._values(unit, part)))
-
-
-class Parted:
-    """Some units' gradients stay on the device, and others go to host memory. The methods are those of `Landing`."""
-
-    def __init__(self, is_there: Callable[[int], bool], stays: Landing, to_host: Landing) -> None:
-        self._is_there = is_there
-        self._stays = stays
-        self._to_host = to_host
-        self.lag = max(stays.lag, to_host.lag)
-
-    def _of(self, unit: int) -> Landing:
-        return self._stays if self._is_there(unit) else self._to_host
-
-    def add(self, addend: Addend, measures: Measures, *, last_pass: bool) -> bool:
-        return self._of(addend.unit).add(addend, measures, last_pass=last_pass)
-
-    def measure(self, unit: int, part: int) -> GradStats | Coming:
-        return self._of(unit).measure(unit, part)
-
-    def settled(self, unit: int, part: int, stats: GradStats) -> GradStats:
-        return self._of(unit).settled(unit, part, stats)
-
-
-def landing_of(
-    stores: GradStores,
-    source: Direct | Reduction,
-    places: Places,
-    counters: Counters,
-    *,
-    streams: bool,
-    note: Callable[[int, Transfer], None],
-) -> Landing | Parted:
-    """Return the landing for these stores."""
-    to_host = ToHost(stores.host, source, places, counters, streams=streams, note=note)
-    if stores.device is None:
-        return to_host
-    return Parted(stores.is_there, Stays(stores.device, source, places), to_host)
+    def measure(self, total: UnitTotal, part: int) -> Coming:
+        index = total.number(part)
+        return Coming(
+            self._store.norms.values[index], self._store.measure(total.row.grads, index, self._values(total, part))
+        )

@@ -21,7 +21,7 @@ from infinity.optim.pipeline import UpdatePipeline
 from infinity.tiers import Residency
 from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.initial_values import InitialValues
-from infinity.zero.partition import Partition, Unit
+from infinity.zero.partition import Partition, UnitLayout
 from infinity.zero.ranks import Ranks
 
 
@@ -86,13 +86,13 @@ def rebuild(old: Runtime, model: nn.Module, groups: Mapping[str, int], config: C
     return replace(runtime, monitor=old.monitor)  # last: tiers that cannot be filled do not close it
 
 
-def _fetch_from_files(runtime: Runtime, unit: Unit) -> None:
+def _fetch_from_files(runtime: Runtime, unit: UnitLayout) -> None:
     """A unit that is in files already, of which there may be room for a copy nearer by."""
-    if runtime.params.units[unit.index].is_stored():
+    if runtime.row(unit).params.is_stored():
         runtime.executor.refresh(unit.index)
         return
     with runtime.executor.created(unit.index):
-        runtime.params.units[unit.index].copy_in()
+        runtime.row(unit).params.copy_in()
 
 
 def _holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
@@ -100,7 +100,7 @@ def _holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
     return torch.equal(values.to(dtype).to(values.dtype), values)
 
 
-def _from_rank_0(values: InitialValues, unit: Unit, ranks: Ranks) -> dict[str, torch.Tensor]:
+def _from_rank_0(values: InitialValues, unit: UnitLayout, ranks: Ranks) -> dict[str, torch.Tensor]:
     if ranks.size == 1:
         return values.take(unit)
     if ranks.rank == 0:
@@ -120,7 +120,7 @@ def _fill_unit(
     pipeline: UpdatePipeline,
     layout: StateLayout,
     partition: Partition,
-    unit: Unit,
+    unit: UnitLayout,
     flat: torch.Tensor,
     initial: Callable[[str, slice], torch.Tensor],
     *,
@@ -139,15 +139,15 @@ def _fill_unit(
         init_states(layout, master, flat[start:stop], fields)
 
 
-def resident_first(runtime: Runtime) -> list[Unit]:
+def resident_first(runtime: Runtime) -> list[UnitLayout]:
     """The units in an order in which reading them back moves the fewest."""
     return sorted(
         runtime.partition.units,
-        key=lambda unit: runtime.params.units[unit.index].residency is not Residency.RESIDENT,
+        key=lambda unit: runtime.row(unit).residency is not Residency.RESIDENT,
     )
 
 
-def stored_values(runtime: Runtime, unit: Unit) -> dict[str, torch.Tensor]:
+def stored_values(runtime: Runtime, unit: UnitLayout) -> dict[str, torch.Tensor]:
     """The inverse of `materialize` on one rank: a unit's masters, and frozen parameters in compute dtype; flat."""
     partition, layout = runtime.partition, runtime.layout
     values = {
@@ -163,5 +163,5 @@ def stored_values(runtime: Runtime, unit: Unit) -> dict[str, torch.Tensor]:
             master = read_master(layout, flat[start:stop], fields)
             for part in partition.parts(unit, start, stop):
                 values[part.slot.name][part.param] = master[part.start - start : part.stop - start]
-    runtime.params.discard(runtime.params.units[unit.index])  # these values are not read again, so not written either
+    runtime.params.discard(runtime.row(unit).params)  # these values are not read again, so not written either
     return values

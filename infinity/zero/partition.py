@@ -71,8 +71,8 @@ class ParamSlot:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Parameters that are fetched, used and evicted together.
+class UnitLayout:
+    """The layout of a unit: parameters that are fetched, used and evicted together.
 
     Attributes:
         slots: trainable parameters first, by group, then frozen ones.
@@ -89,6 +89,11 @@ class Unit:
     numel: int
     persistent: bool
     runs: tuple[FileRun, ...] = ()
+
+    @property
+    def trained(self) -> int:
+        """Number of trained parameters."""
+        return sum(slot.trainable for slot in self.slots)
 
     def parts(
         self, sharding: Sharding, start: int = 0, stop: int | None = None, *, of: ParamSlot | None = None
@@ -154,7 +159,7 @@ class Partition:
         blocks: modules that form the model's sequence of blocks, in definition order.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[UnitLayout, ...]
     hook_points: tuple[HookPoint, ...]
     sharding: Sharding = WHOLE
     blocks: tuple[str, ...] = ()
@@ -166,14 +171,14 @@ class Partition:
 
     def parts(
         self,
-        unit: Unit,
+        unit: UnitLayout,
         start: int = 0,
         stop: int | None = None,
         *,
         of: ParamSlot | None = None,
         rank: int | None = None,
     ) -> Iterator[SlotPart]:
-        """See `Unit.parts`; by default of this rank's shard."""
+        """See `UnitLayout.parts`; by default of this rank's shard."""
         return unit.parts(self.sharding if rank is None else Sharding(rank, self.sharding.count), start, stop, of=of)
 
 
@@ -225,7 +230,7 @@ def make_partition(
             members.setdefault(unit_of[name], []).append(name)
         uses.append((part.name, used))
     order = sorted(members, key=lambda unit_name: unit_name == PERSISTENT)  # stable; the persistent one last
-    units: list[Unit] = []
+    units: list[UnitLayout] = []
     for index, unit_name in enumerate(order):
         if unit_name.endswith(IN_FILES):
             params = {name: local_part(model.get_parameter(name)) for name in members[unit_name]}
@@ -253,7 +258,7 @@ def lay_out_unit(
     align: Alignment,
     *,
     persistent: bool,
-) -> Unit:
+) -> UnitLayout:
     """Lay out the unit of these parameters, in their order but trained ones first.
 
     Args:
@@ -273,7 +278,7 @@ def lay_out_unit(
     padded = _round_up(offset, align.shard)
     if all(slot.trainable for slot in slots):
         trainable_numel = padded
-    return Unit(index, name, tuple(slots), trainable_numel, padded, persistent)
+    return UnitLayout(index, name, tuple(slots), trainable_numel, padded, persistent)
 
 
 def _layout_in_files(
@@ -283,7 +288,7 @@ def _layout_in_files(
     in_files: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     align: Alignment,
-) -> Unit:
+) -> UnitLayout:
     """Lay out a unit that is an image of files.
 
     Raises:
@@ -312,7 +317,7 @@ def _layout_in_files(
     ]
     slots.sort(key=lambda slot: slot.offset)
     numel = _round_up(sum(run.nbytes for run in runs) // itemsize, align.shard)
-    return Unit(index, name, tuple(slots), 0, numel, persistent=False, runs=runs)
+    return UnitLayout(index, name, tuple(slots), 0, numel, persistent=False, runs=runs)
 
 
 def _round_up(value: int, multiple: int) -> int:

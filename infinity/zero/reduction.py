@@ -33,7 +33,7 @@ from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Sharding
 from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
-from infinity.zero.partition import Unit
+from infinity.zero.partition import UnitLayout
 from infinity.zero.ranks import Pending
 from infinity.zero.reduction_order import ReductionOrder
 
@@ -75,15 +75,14 @@ class Direct:
     tells_late = False
     waits = False
 
-    def __init__(self, units: Sequence[Unit], parts: ModelParts) -> None:
-        self._slots = [unit.slots for unit in units]
+    def __init__(self, units: Sequence[UnitLayout], parts: ModelParts) -> None:
         self._parts = parts
         self.shares = bool(parts.shares)
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [gaps(unit) for unit in units]
 
-    def take(self, unit: int, slot: int, grad: torch.Tensor) -> Addend | None:
-        place, here = self._slots[unit][slot], (slot,)
-        return Addend(unit, slot, place.offset, place.offset + place.numel, grad.contiguous(), here, here)
+    def take(self, unit: UnitLayout, slot: int, grad: torch.Tensor) -> Addend | None:
+        place, here = unit.slots[slot], (slot,)
+        return Addend(unit.index, slot, place.offset, place.offset + place.numel, grad.contiguous(), here, here)
 
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
         """Do nothing: all passes are alike."""
@@ -104,8 +103,8 @@ class Direct:
     def look(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
         return None
 
-    def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
-        return replace(stats, sum_sq=stats.sum_sq * self._parts.share(self._slots[unit][part].name))
+    def measured(self, unit: UnitLayout, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
+        return replace(stats, sum_sq=stats.sum_sq * self._parts.share(unit.slots[part].name))
 
     def agreeing(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -167,7 +166,7 @@ class _ReducedUnit:
         left: how many of these calls the pass has left.
     """
 
-    unit: Unit
+    unit: UnitLayout
     first: int
     trainable: int
     shared: bool
@@ -214,7 +213,7 @@ class Reduction:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[UnitLayout],
         groups: Groups,
         journey: Journey,
         shared: Container[int],
@@ -230,8 +229,7 @@ class Reduction:
         self._slots = 0  # of all units
         for index, unit in enumerate(units):
             partial = None if partial_sums is None else partial_sums.get(index)
-            trainable = sum(slot.trainable for slot in unit.slots)
-            self._units.append(_ReducedUnit(unit, self._slots, trainable, index in shared, partial))
+            self._units.append(_ReducedUnit(unit, self._slots, unit.trained, index in shared, partial))
             self._slots += len(unit.slots)
         self._journey = journey
         self._device = device
@@ -270,10 +268,10 @@ class Reduction:
 
     # Collecting #
 
-    def take(self, unit: int, slot: int, grad: torch.Tensor) -> Addend | None:
+    def take(self, unit: UnitLayout, slot: int, grad: torch.Tensor) -> Addend | None:
         """Collect a parameter's gradient. Return the gradients that are to be added at once."""
-        each = self._units[unit]
-        if self._journey.tells_early and unit in self._order.skipped:
+        each = self._units[unit.index]
+        if self._journey.tells_early and unit.index in self._order.skipped:
             raise InfinityError(
                 f"a gradient of `{each.unit.slots[slot].name}` has come, whose module this pass has not run on "
                 "this rank, and other ranks' gradients of it may have updated it: read it in the model's forward, or "
@@ -291,7 +289,7 @@ class Reduction:
         collected.of_pass.add(slot)
         return None
 
-    def _empty(self, unit: Unit) -> _Collected:
+    def _empty(self, unit: UnitLayout) -> _Collected:
         return _Collected(self._scratch.take(unit.trainable_numel, self._journey.collect_dtype))
 
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
@@ -376,7 +374,7 @@ class Reduction:
         yield from self._finish()
 
     def forward_order(self) -> Sequence[int]:
-        """See `Gradients.forward_order`."""
+        """Return units in the expected order of the next forward, the same on all ranks; some may be missing."""
         return self._order.order[::-1]
 
     def rest(self) -> Iterator[Addend]:
@@ -543,10 +541,10 @@ class Reduction:
             yield Addend(reduction.unit, WHOLE, 0, shard.numel(), shard, here, of_pass)
         self._scratch.give(reduction.shard)
 
-    def measured(self, unit: int, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
+    def measured(self, unit: UnitLayout, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
         """Subtract the squares of parameters that other parts of the model hold, too, according to their share."""
         elsewhere = 0.0
-        for here in self._units[unit].unit.parts(self._journey.sharding):
+        for here in unit.parts(self._journey.sharding):
             share = self._parts.share(here.slot.name)
             if share < 1 and here.slot.trainable:
                 elsewhere += (1 - share) * float(values[here.shard].double().square().sum())
@@ -557,7 +555,7 @@ class Reduction:
         return self._counters.stalled(StallCause.COLLECTIVE)
 
 
-def gaps(unit: Unit, slots: Container[int] | None = None) -> list[tuple[int, int]]:
+def gaps(unit: UnitLayout, slots: Container[int] | None = None) -> list[tuple[int, int]]:
     """Return ranges of the unit's trainable part that belong to no parameter, or to none of `slots` if given."""
     ranges = []
     position = 0

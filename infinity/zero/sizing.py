@@ -35,7 +35,7 @@ from infinity.schedule.placement import (
 )
 from infinity.tiers import FlatSpec, Memory, StoredTensor
 from infinity.zero.leaf_modules import called_leaves
-from infinity.zero.partition import IN_FILES, PERSISTENT, Alignment, Partition, Unit, make_partition
+from infinity.zero.partition import IN_FILES, PERSISTENT, Alignment, Partition, UnitLayout, make_partition
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.updates import UpdateSchedule
 
@@ -340,13 +340,13 @@ def _recovers(layout: StateLayout, grad_dtype: torch.dtype) -> bool:
     return (layout.first, layout.second) == (rule.first, rule.second) and can_recover(layout, rule, grad_dtype)
 
 
-def _flat_spec(unit: Unit, dtype: torch.dtype, rules: Rules, *, there: bool) -> FlatSpec:
+def _flat_spec(unit: UnitLayout, dtype: torch.dtype, rules: Rules, *, there: bool) -> FlatSpec:
     home = rules.param_home(stays=unit.persistent, updated_there=there)
     moves, beside = home is not Memory.DEVICE, home is Memory.SHARD
     return FlatSpec(unit.name, unit.numel, unit.trainable_numel, dtype, moves, rules.sharding, unit.runs, beside)
 
 
-def _initial_numel(unit: Unit, made: Collection[str], rules: Rules) -> int:
+def _initial_numel(unit: UnitLayout, made: Collection[str], rules: Rules) -> int:
     """Return the elements of a unit that pass through memory at `initialize`: all of them if ranks exchange them."""
     if unit.runs:
         return 0  # they are read straight to where they are used

@@ -19,7 +19,7 @@ from torch import nn
 
 from infinity.errors import InfinityError
 from infinity.zero.model_parts import is_distributed
-from infinity.zero.partition import Unit
+from infinity.zero.partition import UnitLayout
 
 
 class StandIn(torch.Tensor):
@@ -73,7 +73,7 @@ class StandIns:
         arrived: slots, by unit, whose gradients have come in this backward pass; filled by the caller.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
+    def __init__(self, model: nn.Module, units: Iterable[UnitLayout]) -> None:
         self._params: list[_Trained] = []
         for unit in units:
             for index, slot in enumerate(unit.slots):

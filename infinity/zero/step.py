@@ -129,6 +129,7 @@ class Step:
         self.updates = Updates(
             runtime.partition,
             runtime.executor,
+            runtime.pipeline,
             self.gradients,
             optimizer.rule,
             runtime.schedule,
@@ -426,13 +427,13 @@ class Step:
 
     def close_backward(self) -> None:
         self._end_cycle(learn=True)
-        self._add(self.gradients.left_over())
+        self._add(self.gradients.source.rest())
         for addend in self.gradients.end_backward():
             self.updates.add(addend)
         self.updates.end_backward()
         self._runtime.params.end_pass()
         self._ranks.path.end()
-        self._executor.follow(self.gradients.forward_order())
+        self._executor.gathering.follow(self.gradients.source.forward_order())
         self._stand_ins.place()
         self.losses.scaled = False
         self._open = None
@@ -642,19 +643,18 @@ class Step:
     def _in_backward(self) -> bool:
         return self._open is not None and self._open.phase is Phase.BACKWARD
 
-    def leave(self, units: tuple[int, ...]) -> None:
+    def leave(self, units: tuple[int, ...], *, ends_forward: bool = False) -> None:
         self._executor.leave(units)
-
-    def forward_left(self) -> None:
-        self.forward_end = GraphPosition.now()
-        if self._open is None and not self._only_evaluates:
-            self._executor.rest()  # the model was called without the engine
+        if ends_forward:
+            self.forward_end = GraphPosition.now()
+            if self._open is None and not self._only_evaluates:
+                self._executor.rest()  # the model was called without the engine
 
     def backward_left(self, units: tuple[int, ...]) -> None:
         if self.layer_major is not None:
             return  # other micro-batches have not left these units yet
         for unit in units:
-            self._add(self.gradients.leave(unit))
+            self._add(self.gradients.source.leave(unit))
 
     def _add(self, addends: Iterator[Addend]) -> None:
         """Add gradients as they come. Updates begin after the same collectives on all ranks."""

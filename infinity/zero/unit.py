@@ -1,12 +1,12 @@
 """One unit as the engine drives it: a row of the scheduler, and the state of its updates.
 
 [Note: two updates of a unit]
-This step's update may be due while the last step's is still being written home. So `due` and `submitted` are separate
+This step's update may be due while the last step's is still being written home. So `due` and `ticket` are separate
 lifecycles. Each transition is a method that checks the state before it:
 
     due:        None -> segments (ask) -> None (take_due)
-    submitted:  None -> an update in the pipeline (submit) -> None (finish)
-    ahead:      None -> a speculative update (run_ahead) -> None (commit, roll_back)
+    ticket:     None -> an update in the pipeline (submit) -> None (finish)
+    ahead:      None -> a speculative update (run_ahead) -> None (commit, decide)
 
 A unit with a speculative update has no update that is due.
 """
@@ -19,25 +19,11 @@ from typing import NoReturn
 
 from infinity.optim.jobs import Segment, UpdateTicket
 from infinity.schedule.unit_state import UnitState
-from infinity.tiers import GradStore, Move, Residency
+from infinity.tiers import GradStore, Move, Residency, UnitGrads
 from infinity.tiers.copies import State
-from infinity.tiers.states import StateStore
+from infinity.tiers.states import UnitStates
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero.views import UnitViews
-
-
-@dataclass
-class Submitted:
-    """An update in the pipeline.
-
-    Attributes:
-        write: the move that writes the new parameters home; None if they are not written.
-        keeps: the gradients may be needed again, because the update may be rolled back.
-    """
-
-    ticket: UpdateTicket
-    write: Move | None
-    keeps: bool
 
 
 class OldParams(Enum):
@@ -81,41 +67,34 @@ class Unit(UnitState):
     Attributes:
         params: its parameters.
         views: the model parameters that show them.
-        due: this step's update, not submitted yet.
+        grads: its gradients.
         begun: tiles that have had the update in `due` already.
-        submitted: the update in the pipeline.
+        write: the move with which the update of `ticket` writes the new parameters home; None if it does not.
+        keeps: the gradients of that update may be needed again, because it may be rolled back.
         foreseen: the expected update, while the scheduler decides whether it may be speculative.
-        ahead: the speculative update.
     """
 
-    __slots__ = (
-        "_gradients",
-        "_grads",
-        "_reconstructable",
-        "_states",
-        "ahead",
-        "begun",
-        "due",
-        "foreseen",
-        "params",
-        "submitted",
-        "views",
-    )
+    __slots__ = ("_gradients", "_states", "_store", "foreseen", "grads", "keeps", "params", "views", "write")
 
-    def __init__(self, params: UnitParams, views: UnitViews, grads: GradStore, states: StateStore) -> None:
-        spec, index = params.spec, params.index
-        super().__init__(index, spec.name, spec.nbytes, moves=spec.offloaded, spills=grads.shares(index))
+    due: tuple[Segment, ...] | None
+    begun: frozenset[int] | None
+    ticket: UpdateTicket | None
+    ahead: Ahead | None
+
+    def __init__(
+        self, params: UnitParams, views: UnitViews, grads: UnitGrads, store: GradStore, states: UnitStates
+    ) -> None:
+        spec = params.spec
+        super().__init__(params.index, spec.name, spec.nbytes, moves=spec.offloaded, spills=grads.spills)
         self.params = params
         self.views = views
-        self._grads = grads
-        self._gradients = grads.host_copy(index)
+        self.grads = grads
+        self._gradients = grads.host
+        self._store = store
         self._states = states
-        self.due: tuple[Segment, ...] | None = None
-        self.begun: frozenset[int] | None = None
-        self.submitted: Submitted | None = None
+        self.write: Move | None = None
+        self.keeps = False
         self.foreseen: Foreseen | None = None
-        self.ahead: Ahead | None = None
-        self._reconstructable = False
 
     # The row #
 
@@ -137,31 +116,11 @@ class Unit(UnitState):
 
     @property
     def gradients_have_room(self) -> bool:
-        return self._grads.can_hand_over(self.index)
+        return self._store.can_hand_over(self.grads)
 
     @property
     def is_updated_on_device(self) -> bool:
-        return self._states.is_there(self.index)
-
-    @property
-    def update_is_due(self) -> bool:
-        return self.due is not None
-
-    @property
-    def update_has_begun(self) -> bool:
-        return self.begun is not None
-
-    @property
-    def update_is_submitted(self) -> bool:
-        return self.submitted is not None
-
-    @property
-    def is_updating(self) -> bool:
-        return self.due is not None or self.submitted is not None or self.ahead is not None
-
-    @property
-    def is_reconstructable(self) -> bool:
-        return self._reconstructable
+        return self._states.are_there
 
     # Updates #
 
@@ -179,12 +138,13 @@ class Unit(UnitState):
         self.due = self.begun = None
         return due
 
-    def submit(self, submitted: Submitted, *, reconstructable: bool) -> None:
-        """Record the update in the pipeline."""
-        if self.submitted is not None:
+    def submit(self, ticket: UpdateTicket, write: Move | None, *, keeps: bool, reconstructable: bool) -> None:
+        """Record the update in the pipeline; see the attributes."""
+        if self.ticket is not None:
             self._refuse("an update is submitted")
-        self._reconstructable = reconstructable
-        self.submitted = submitted
+        self.is_reconstructable = reconstructable
+        self.write, self.keeps = write, keeps
+        self.ticket = ticket
 
     def run_ahead(self, ahead: Ahead) -> None:
         """Mark the update in the pipeline as speculative."""
@@ -192,13 +152,14 @@ class Unit(UnitState):
             self._refuse("a speculative update is submitted")
         self.ahead = ahead
 
-    def finish(self) -> Submitted:
-        """Return the update in the pipeline and clear it: it is computed and written, or has failed."""
-        submitted = self.submitted
-        if submitted is None:
+    def finish(self) -> tuple[UpdateTicket, Move | None]:
+        """Return the update in the pipeline and its `write`, and clear both: it is over, or has failed."""
+        ticket = self.ticket
+        if ticket is None:
             self._refuse("an update is finished")
-        self.submitted = None
-        return submitted
+        write, self.write = self.write, None  # it leads to the update's memory
+        self.ticket = None
+        return ticket, write
 
     def commit(self, *, in_part: bool) -> Ahead:
         """Accept the speculative update.
@@ -206,17 +167,14 @@ class Unit(UnitState):
         Args:
             in_part: it has updated only some tiles; the update of the others is due now.
         """
-        ahead = self._end_ahead()
+        ahead = self.decide()
         if in_part:
             self.begun = ahead.tiles
             self.ask(ahead.segments)
         return ahead
 
-    def roll_back(self) -> Ahead:
-        """Forget the speculative update: it was undone, or never ran."""
-        return self._end_ahead()
-
-    def _end_ahead(self) -> Ahead:
+    def decide(self) -> Ahead:
+        """Return the speculative update and clear it: it is accepted, was undone, or never ran."""
         ahead = self.ahead
         if ahead is None:
             self._refuse("a speculative update is decided on")
@@ -226,5 +184,5 @@ class Unit(UnitState):
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"unit `{self.name}`: {what}, but due is {self.due is not None}, submitted is "
-            f"{self.submitted is not None} and speculative is {self.ahead is not None}"
+            f"{self.ticket is not None} and speculative is {self.ahead is not None}"
         )

@@ -22,12 +22,13 @@ import torch
 from infinity.errors import CapacityError, NonFiniteError
 from infinity.kernels import Rule
 from infinity.optim.jobs import Segment
+from infinity.optim.pipeline import UpdatePipeline
 from infinity.tiers import overlap
 from infinity.zero.executor import Executor
 from infinity.zero.foresight import Foresight
 from infinity.zero.gradients import Gradients
 from infinity.zero.losses import Losses
-from infinity.zero.partition import Partition, Unit
+from infinity.zero.partition import Partition, UnitLayout
 from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend
 
@@ -71,6 +72,7 @@ class Updates:
         self,
         partition: Partition,
         executor: Executor,
+        pipeline: UpdatePipeline,
         gradients: Gradients,
         rule_of: RuleOf,
         schedule: UpdateSchedule,
@@ -79,6 +81,7 @@ class Updates:
     ) -> None:
         self._partition = partition
         self._executor = executor
+        self._pipeline = pipeline
         self._gradients = gradients
         self._rule_of = rule_of
         self._schedule = schedule
@@ -109,12 +112,12 @@ class Updates:
         self._in_parts = in_parts
         self._due.clear()
         self._asked.clear()
-        self._executor.prefer_updates(begun=True)
+        self._pipeline.prefer(begun=True)
         runs_ahead = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.runs_ahead
         if runs_ahead:
             self._executor.begin_ahead()
         if runs_ahead or (last and self._schedule is UpdateSchedule.BACKWARD):
-            self._executor.expect_updates(list(dict.fromkeys(self._finals)))
+            self._pipeline.expect(list(dict.fromkeys(self._finals)))
             self._finals = []
 
     def end_backward(self) -> None:
@@ -143,7 +146,8 @@ class Updates:
             else:
                 self._update_due(len(self._due) - self._gradients.lag, leave=_ASKED)
         elif self._schedule is UpdateSchedule.SPECULATIVE:
-            self._executor.gather_anew(unit)
+            # On all ranks, whether or not the update is speculative here: that depends on a rank's memory and drives.
+            self._executor.gathering.changed(unit)
             if self._foresight.runs_ahead:
                 self._run_ahead(unit)
 
@@ -295,7 +299,7 @@ class Updates:
         self._executor.end_step()
 
     def _finish_step(self) -> StepOutcome:
-        self._executor.prefer_updates(begun=False)
+        self._pipeline.prefer(begun=False)
         for addend in self._gradients.finish():
             self._add_below(addend)
         if self._schedule is UpdateSchedule.BACKWARD:
@@ -337,7 +341,7 @@ class Updates:
         others = [unit for unit in units if self._executor.ran_ahead(unit) != segments[unit]]
         self._executor.undo(*others)
         if self._schedule is not UpdateSchedule.BARRIER:
-            self._executor.expect_updates(others)
+            self._pipeline.expect(others)
         for unit in units:
             self._update(unit, segments[unit])
 
@@ -359,7 +363,7 @@ class Updates:
             name = slots[index].name
             self.steps[name] = self.steps.get(name, 0) + 1
 
-    def _segments(self, unit: Unit, scale: float) -> tuple[Segment, ...]:
+    def _segments(self, unit: UnitLayout, scale: float) -> tuple[Segment, ...]:
         """Return runs of neighbouring parameters that have a gradient, the same group and the same step count, cut to
         this rank's shard.
 

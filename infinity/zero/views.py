@@ -24,7 +24,7 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero.model_parts import is_distributed, local_part, set_local_part
-from infinity.zero.partition import Unit
+from infinity.zero.partition import UnitLayout
 
 # True until the placeholder is written to or asked for its address; False for any other tensor.
 _is_untouched = getattr(torch._C, "_is_cow_tensor")  # noqa: B009  # torch's stubs leave it out
@@ -90,7 +90,7 @@ class UnitViews:
         of_model: state shared by the views of all units.
     """
 
-    def __init__(self, unit: Unit, model: nn.Module, params: UnitParams, of_model: ModelViews) -> None:
+    def __init__(self, unit: UnitLayout, model: nn.Module, params: UnitParams, of_model: ModelViews) -> None:
         self._unit = unit.index
         self._slots = unit.slots
         self._parameters = [model.get_parameter(slot.name) for slot in unit.slots]

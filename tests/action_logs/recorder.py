@@ -16,7 +16,6 @@ from infinity.tiers.unit_params import UnitParams
 from infinity.zero.executor import Executor
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
-from infinity.zero.on_device import OnDevice
 from infinity.zero.updates import Updates
 
 
@@ -106,7 +105,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         action(UpdatePipeline, "submit", lambda _, job: _submission(name, job))
         action(UpdatePipeline, "_update", lambda _, ticket, tile: f"tile {name(ticket.job.unit)}/{tile.index}")
         action(UpdatePipeline, "expect", lambda _, units: f"expect {names(units)}" if units else None)
-        action(OnDevice, "update", lambda _, params, segments: f"update on the device {name(params.index)}")
+        action(InFlight, "update_on_device", lambda _, row: f"update on the device {name(row.index)}")
         after(UpdatePipeline, "withdraw", lambda _, ticket: f"withdraw {name(ticket.job.unit)}")
         action(InFlight, "confirm", lambda _, row: f"commit {name(row.index)}")
         action(
@@ -114,7 +113,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
             "undo",
             lambda _, rows, *__, **___: f"roll back {names(row.index for row in rows)}" if rows else None,
         )
-        action(GradStore, "_spill", lambda _, each: f"spill {name(each.unit)}")
+        action(GradStore, "spill", lambda _, each: f"spill {name(each.unit)}")
         action(
             GradStore,
             "_move",

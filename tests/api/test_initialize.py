@@ -18,7 +18,7 @@ import infinity
 from infinity.zero.executor import Executor
 from infinity.zero.gathered import claim
 from infinity.zero.meta import construct_on_meta
-from infinity.zero.partition import ParamSlot, Unit
+from infinity.zero.partition import ParamSlot, UnitLayout
 from tests.behaviour.disks import FailingDisk, swap_on
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import LR, Placement, Recipe, batches, tiny_gpt2, tiny_llama, train_on
@@ -131,7 +131,7 @@ def test_a_model_whose_engine_was_dropped_is_refused() -> None:
     model = nn.Linear(2, 2)
     slot = ParamSlot("weight", (2, 2), 4, 0, True, 0)
     owner = Dropped()
-    claim(owner, model, [Unit(0, "", (slot,), 4, 4, False)])
+    claim(owner, model, [UnitLayout(0, "", (slot,), 4, 4, False)])
     del owner
     with pytest.raises(infinity.ConfigError, match=r"`weight` has no values: .* gone without close\(\)"):
         infinity.initialize(model, {"train_batch_size": 1, "optimizer": {"type": "Adam"}})

@@ -47,7 +47,7 @@ def assert_freed(model: Any, config: dict[str, Any], **kwargs: Any) -> None:
         "model": model,
         "arena": runtime.arena,
         "parameters": runtime.params,
-        "gradients": runtime.grads.host,
+        "gradients": runtime.grads,
         "pipeline": runtime.pipeline,
     }
     alive = {name: weakref.ref(part) for name, part in held.items()}

@@ -14,7 +14,7 @@ from infinity.schedule.placement import Rules, collecting_bytes
 from infinity.telemetry import Counters
 from infinity.tiers import WHOLE, Sharding
 from infinity.zero.groups import Groups
-from infinity.zero.partition import ParamSlot, Unit
+from infinity.zero.partition import ParamSlot, UnitLayout
 from infinity.zero.ranks import ALONE, Path, Ranks
 from infinity.zero.reduction import Addend, Journey, Reduction
 
@@ -85,9 +85,9 @@ class OneOfTwo:
         return Late(shard, flat[: shard.numel()])
 
 
-def unit(index: int, numel: int) -> Unit:
+def unit(index: int, numel: int) -> UnitLayout:
     slots = tuple(ParamSlot(f"{index}.{n}", (numel // 2,), numel // 2, n * numel // 2, True, 0) for n in range(2))
-    return Unit(index, str(index), slots, numel, numel, persistent=False)
+    return UnitLayout(index, str(index), slots, numel, numel, persistent=False)
 
 
 def backward(source: Reduction, value: float) -> Iterator[Addend]:
@@ -96,7 +96,7 @@ def backward(source: Reduction, value: float) -> Iterator[Addend]:
     for index in order:
         for slot in range(2):
             grad = torch.full((NUMELS[index] // 2,), value, dtype=torch.bfloat16)
-            addend = source.take(index, slot, grad)
+            addend = source.take(unit(index, NUMELS[index]), slot, grad)
             assert addend is None
         yield from source.leave(index)
     yield from source.end_pass()
@@ -142,13 +142,13 @@ def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills(
     source = Reduction(units, groups(Sharding(0, 2), 1), journey, (), torch.device("cpu"), Counters())
     source.begin_pass(last=True, uses=[1, 0])
     for slot in range(2):
-        source.take(0, slot, torch.ones(32))
+        source.take(units[0], slot, torch.ones(32))
     assert list(source.leave(0)) == []
     late: Any = source._scattering
     source.clear()
     source.begin_pass(last=True)
     for slot in range(2):
-        source.take(0, slot, torch.ones(32))
+        source.take(units[0], slot, torch.ones(32))
     for pending in late.pending:
         pending.wait()
     (addend,) = source.complete(0)

@@ -521,9 +521,7 @@ def test_a_step_whose_update_fails_is_not_committed_while_its_writes_go_on(tmp_p
         monkeypatch.setattr(UpdatePipeline, "_compute", fails_behind_the_first_tile)
         monkeypatch.setattr(UpdateTicket, "done", writes_on)
         train(engine, DATA[:3])
-        outcomes = [
-            each.submitted.ticket.computed.exception() for each in engine._runtime.executor.units if each.submitted
-        ]
+        outcomes = [each.ticket.computed.exception() for each in engine._runtime.executor.units if each.ticket]
         assert any(outcomes), "all have ended, and one has failed"
         with pytest.raises((StorageError, InfinityError)):
             train(engine)

@@ -48,7 +48,7 @@ def train_ahead(numel: int, placement: Placement, schedule: str, budgets: list[s
     if budgets[rank] is not None:
         config["tiering"]["host_memory"] = budgets[rank]
     with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
-        gathering = engine._runtime.executor._gathering
+        gathering = engine._runtime.executor.gathering
         gather = Ranks.all_gather
 
         def noted(self: Ranks, flat: Any, pieces: Any, unit: str) -> Any:

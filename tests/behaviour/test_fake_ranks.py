@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import infinity
 from infinity.tiers import Piece, Sharding
-from infinity.zero.partition import Alignment, Unit, make_partition
+from infinity.zero.partition import Alignment, UnitLayout, make_partition
 from infinity.zero.ranks import Pending, Ranks
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2, train_on
 
@@ -95,7 +95,7 @@ def ranks(request, monkeypatch) -> Iterator[CountedRanks]:
         dist.destroy_process_group()
 
 
-def gathers_of(unit: Unit, stage: int, tied: str) -> int:
+def gathers_of(unit: UnitLayout, stage: int, tied: str) -> int:
     """Stage 3 gathers a unit for its forward and for its backward; what the first and the last module use, before the
     first, from the last one's forward through its backward, and for the first one's backward; what stays, once."""
     if stage < 3 or unit.persistent:

@@ -40,8 +40,8 @@ USES = [  # accumulation, clipping, schedule
 
 def places(engine: infinity.Engine) -> dict[int, int]:
     """Where spilled gradients are in the one swap file: offset and bytes of each unit's."""
-    store = engine._runtime.grads.host
-    pieces = [each.extent.pieces for each in store._units if each.extent is not None]
+    store = engine._runtime.grads
+    pieces = [each.extent.pieces for each in store.units if each.extent is not None]
     return {piece.offset: piece.nbytes for (piece,) in pieces}
 
 
@@ -214,11 +214,11 @@ def test_a_full_disk_is_refused_with_what_is_needed_and_what_is_free(tmp_path) -
 
 def flip_a_byte(engine: infinity.Engine, file: Path) -> int:
     """Of gradients that are on the drive alone; returns where."""
-    store = engine._runtime.grads.host
+    store = engine._runtime.grads
     for unit in list(store.leased):
-        if store.host_copy(unit).state is State.LEAVING:
-            store.await_spill(unit)
-    spilled = (each for each in store._units if each.extent is not None)
+        if store.units[unit].host.state is State.LEAVING:
+            store.await_spill(store.units[unit])
+    spilled = (each for each in store.units if each.extent is not None)
     away = next(each for each in spilled if each.host.state is State.ABSENT and each.field.version)
     offset = away.extent.pieces[0].offset + 100
     with file.open("r+b") as raw:

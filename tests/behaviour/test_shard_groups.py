@@ -20,7 +20,7 @@ import infinity
 from infinity.checkpoint.format import read_manifest
 from infinity.config import load_config
 from infinity.errors import CheckpointError, ConfigError, RankError
-from infinity.zero.partition import Unit
+from infinity.zero.partition import UnitLayout
 from infinity.zero.ranks import Ranks
 from tests.behaviour import test_layer_major_ranks
 from tests.behaviour.ranks import run_ranks
@@ -433,7 +433,7 @@ class CountedGroups(CountedRanks):
         return super().all_reduce(flat, unit)
 
 
-def sends_of_a_step(ranks: CountedGroups, stage: int, size: int, accumulation: int = 1) -> list[Unit]:
+def sends_of_a_step(ranks: CountedGroups, stage: int, size: int, accumulation: int = 1) -> list[UnitLayout]:
     config = grouped(size, "bf16", clipping=1.0, accumulation=accumulation).config(Placement())
     config["zero_optimization"]["stage"] = stage
     if stage < 3:

@@ -20,7 +20,7 @@ from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.kernels import Lost
 from infinity.optim import pipeline, undo
 from infinity.schedule.actions import ParametersStale
-from infinity.tiers import GradStore, StateStore
+from infinity.tiers import GradStore, StateStore, UnitGrads
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero.foresight import Foresight
 from infinity.zero.gathering import Gathering
@@ -68,12 +68,12 @@ def gradients(monkeypatch) -> Counter[str]:
     told: Counter[str] = Counter()
     left, restore = GradStore.left, GradStore.restore
 
-    def leave(self: GradStore, unit: int) -> None:
+    def leave(self: GradStore, each: UnitGrads) -> None:
         told["left"] += 1
-        left(self, unit)
+        left(self, each)
 
-    def come_back(self: GradStore, unit: int) -> torch.Tensor | None:
-        buffer = restore(self, unit)
+    def come_back(self: GradStore, each: UnitGrads) -> torch.Tensor | None:
+        buffer = restore(self, each)
         told["restored"] += buffer is not None
         return buffer
 

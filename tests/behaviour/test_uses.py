@@ -41,11 +41,8 @@ class Recorder:
         self.in_use.extend(units)
         self.most_in_use = max(self.most_in_use, len(self.in_use))
 
-    def leave(self, units: tuple[int, ...]) -> None:
+    def leave(self, units: tuple[int, ...], *, ends_forward: bool = False) -> None:
         """Forward's; that of backward is followed by `backward_left`."""
-
-    def forward_left(self) -> None:
-        """Forward's."""
 
     def backward_left(self, units: tuple[int, ...]) -> None:
         for unit in units:

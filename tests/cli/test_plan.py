@@ -51,7 +51,7 @@ def test_gradients_that_spill_are_those_of_a_step_to_the_byte(micro_batches, hos
     assert plan.traffic.forward.disk + plan.traffic.backward.disk == 0, "parameters stay, and gradients alone move"
     moved = []
     with infinity.initialize(model=tiny_llama(), config=values)[0] as engine:
-        assert len(engine._runtime.grads.host.slots) == slots
+        assert len(engine._runtime.grads.slots) == slots
         for index, ids in enumerate(batches(4 * micro_batches)):
             engine.backward(loss_of(engine, ids))
             engine.step()

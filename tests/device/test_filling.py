@@ -39,7 +39,7 @@ def filled(recipe: Recipe, placement: Placement, **tiering: Any) -> Any:
 
 def there(engine: Any) -> list[int]:
     states = engine._runtime.states
-    return [unit.index for unit in engine._runtime.partition.units if states.is_there(unit.index)]
+    return [unit.index for unit in engine._runtime.partition.units if states.units[unit.index].are_there]
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,6 @@ def test_with_an_embedding_that_stays_on_the_device(params, states, clipping, sp
         engine_on(target.DEVICE, tiny(), recipe, placement, fill_device="auto") as engine,
     ):
         trained = train_here(engine, recipe)
-        assert engine._runtime.states.is_there(0)
-        assert not engine._runtime.states.is_there(1)
+        assert engine._runtime.states.units[0].are_there
+        assert not engine._runtime.states.units[1].are_there
     assert_same_bits(trained, on_cpu_like(recipe))

@@ -48,11 +48,6 @@ class Unit(UnitState):
     residency = Residency.STORED
     gradients = State.ABSENT
     is_updated_on_device = False
-    update_is_due = False
-    update_has_begun = False
-    update_is_submitted = False
-    is_updating = False
-    is_reconstructable = False
 
     def __init__(self, world: World, index: int, nbytes: int) -> None:
         super().__init__(index, f"u{index}", nbytes, moves=True, spills=world.slots > 0)
@@ -61,7 +56,7 @@ class Unit(UnitState):
 
     @property
     def gradients_are_used(self) -> bool:
-        return self.update_is_submitted
+        return self.ticket is not None
 
     @property
     def gradients_have_room(self) -> bool:
@@ -130,15 +125,15 @@ class World:
                 self.budget.give(self.sizes[index])
             case Submit(index, _, _):
                 unit = self.units[index]
-                assert unit.update_is_due
-                assert not unit.update_is_submitted
+                assert unit.due
+                assert not unit.ticket
                 assert unit.residency is not Residency.STORED
                 self.have_slot(index)
-                unit.update_is_due, unit.update_is_submitted = False, True
+                unit.due, unit.ticket = None, True
                 unit.residency = Residency.RESIDENT
                 unit.pins += 1
             case AwaitUpdate(index):
-                assert self.units[index].update_is_submitted
+                assert self.units[index].ticket
                 self.finish(index)
             case Spill(index):
                 assert self.units[index].gradients in (State.VALID, State.WRITING)
@@ -150,14 +145,14 @@ class World:
                 self.finish(index)
                 self.units[index].residency = Residency.RESIDENT
             case AwaitAnyUpdate():
-                self.finish(next(index for index, unit in enumerate(self.units) if unit.update_is_submitted))
+                self.finish(next(index for index, unit in enumerate(self.units) if unit.ticket))
             case _:
                 raise AssertionError(action)
 
     def finish(self, index: int) -> None:
         unit = self.units[index]
-        if unit.update_is_submitted:
-            unit.update_is_submitted = False
+        if unit.ticket:
+            unit.ticket = None
             unit.pins -= 1
             self.free_slot(index)
 
@@ -166,15 +161,15 @@ class World:
         unit.pins += 1
         self.on(UseBegins(index))
         assert unit.residency is Residency.RESIDENT
-        assert not unit.update_is_due
+        assert not unit.due
         if update:
-            while unit.update_is_submitted or not self.has_slot(index):
+            while unit.ticket or not self.has_slot(index):
                 assert self.on(GradientsNeedRoom(index))
             self.have_slot(index)
             if self.slots:
                 unit.gradients = State.VALID
                 self.on(GradientsRest())
-            unit.update_is_due = True
+            unit.due = True
             self.on(UpdateDue(index))
         unit.pins -= 1
         self.on(MemoryFreed())
@@ -185,7 +180,7 @@ def step(world: World, uses: list[int], *, learn: bool = True, updates: bool = T
     for unit in uses:
         world.use(unit)
     for unit in reversed(uses):
-        world.use(unit, update=updates and not world.units[unit].update_is_due)
+        world.use(unit, update=updates and not world.units[unit].due)
     world.on(PassEnds(learn))
 
 

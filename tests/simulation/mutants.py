@@ -290,22 +290,22 @@ def _blocked_forgotten(original: Any, self: Scheduler, row: Any) -> Any:
 @_mutant("a blocked update is submitted although its unit has left memory", Scheduler, "_retry_updates")
 def _blocked_while_stored(self: Scheduler) -> Any:
     for row in list(self.blocked):
-        if row.update_is_due and row.gradients_have_room and not row.update_is_submitted:
+        if row.due is not None and row.gradients_have_room and row.ticket is None:
             del self.blocked[row]
             yield actions.Submit(row.index, True, 0)
 
 
 @_mutant("an update is submitted although its gradients have no room", Scheduler, "_try_update")
 def _submitted_without_room(self: Scheduler, row: Any) -> Any:
-    if row.update_is_due and not row.is_updated_on_device:
-        if row.update_is_submitted:
+    if row.due is not None and not row.is_updated_on_device:
+        if row.ticket is not None:
             yield actions.AwaitUpdate(row.index)
         yield actions.Submit(row.index, *self._urgency(row))
 
 
 @_mutant("the rest of an update is submitted beside the part that runs", Scheduler, "_try_update")
 def _parts_together(self: Scheduler, row: Any) -> Any:
-    if row.update_is_due and row.gradients_have_room and not row.is_updated_on_device:
+    if row.due is not None and row.gradients_have_room and not row.is_updated_on_device:
         yield actions.Submit(row.index, *self._urgency(row))
 
 

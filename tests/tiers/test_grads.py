@@ -102,23 +102,23 @@ class Row(UnitState):
 
     residency = Residency.RESIDENT
     is_pinned = is_updated_on_device = False
-    update_is_due = update_has_begun = update_is_submitted = is_updating = is_reconstructable = False
 
     def __init__(self, store: GradStore, index: int) -> None:
-        super().__init__(index, f"u{index}", 0, moves=False, spills=store.shares(index))
+        self._grads = store.units[index]
+        super().__init__(index, f"u{index}", 0, moves=False, spills=self._grads.spills)
         self._store = store
 
     @property
     def gradients(self) -> State:
-        return self._store.host_copy(self.index).state
+        return self._grads.host.state
 
     @property
     def gradients_are_used(self) -> bool:
-        return self._store.host_copy(self.index).pins > 0
+        return self._grads.host.pins > 0
 
     @property
     def gradients_have_room(self) -> bool:
-        return self._store.can_hand_over(self.index)
+        return self._store.can_hand_over(self._grads)
 
 
 def decide(store: GradStore, event: Event) -> bool:
@@ -130,18 +130,18 @@ def decide(store: GradStore, event: Event) -> bool:
     for action in scheduler.on(event):
         match action:
             case AwaitGradients(unit):
-                store.await_moves(unit)
+                store.finish_moves(store.units[unit])
             case Spill(unit):
-                store.spill(unit)
+                store.spill(store.units[unit])
             case AwaitSpill(unit):
-                store.await_spill(unit)
+                store.await_spill(store.units[unit])
             case _:
                 raise AssertionError(action)
     return action is not None
 
 
 def rest(store: GradStore, unit: int) -> None:
-    store.rest(unit)
+    store.rest(store.units[unit])
     decide(store, GradientsRest())
 
 
@@ -152,20 +152,20 @@ def spilling(swap: LateSwap, slots: int) -> GradStore:
     homes = GradHomes((0,), tuple(range(1, UNITS)), slots)
     return GradStore(
         numels,
+        numels,
         torch.float32,
         Arena(capacity),
         capacity,
         homes,
         Counters(),
         cast(Any, swap),
-        HostMemory(),
         Norms(0, HostMemory()),
     )
 
 
 def add(store: GradStore, unit: int, value: float) -> None:
-    fresh = not store.holds(unit)
-    while (buffer := store.open(unit)) is None:
+    fresh = not store.holds(store.units[unit])
+    while (buffer := store.open(store.units[unit])) is None:
         assert decide(store, GradientsNeedRoom(unit))
     if fresh:
         buffer.zero_()
@@ -189,26 +189,26 @@ def test_any_order_of_adding_resting_spilling_and_using_keeps_every_sum(data: st
             rest(store, unit)
         elif action == "room":
             decide(store, GradientsNeedRoom(unit))
-        elif action == "hand over" and unit in sums and store.can_hand_over(unit):
-            lent[unit] = store.hand_over(unit), sums.pop(unit)
-            assert store.open(unit) is None
+        elif action == "hand over" and unit in sums and store.can_hand_over(store.units[unit]):
+            lent[unit] = store.hand_over(store.units[unit]), sums.pop(unit)
+            assert store.open(store.units[unit]) is None
         elif action == "use" and unit in lent:
             (tensor, moves), value = lent.pop(unit)
             for move in moves:
                 move.transfer.result()
             assert torch.all(tensor == value)
-            store.used(unit)
+            store.used(store.units[unit])
         elif action == "drop" and unit in sums:
-            store.drop(unit)
+            store.drop(store.units[unit])
             del sums[unit]
         elif action == "finish" and swap.moving:
             swap.moving.pop(data.draw(st.integers(0, len(swap.moving) - 1))).finish()
-        assert {unit for unit in range(UNITS) if store.holds(unit)} == set(sums)
+        assert {unit for unit in range(UNITS) if store.holds(store.units[unit])} == set(sums)
     for unit in lent:
-        store.used(unit)
+        store.used(store.units[unit])
     for unit, value in sums.items():
         add(store, unit, 1)
-        tensor = store.open(unit)
+        tensor = store.open(store.units[unit])
         assert tensor is not None
         assert torch.all(tensor == value + 1)
 
@@ -221,11 +221,11 @@ def test_a_write_that_fails_is_told_and_what_is_dropped_does_not_care() -> None:
     rest(store, 1)  # the only slot is needed for others
     with pytest.raises(StorageError):
         add(store, 2, 1.0)
-    store.drop(1)
-    assert not store.holds(1)
+    store.drop(store.units[1])
+    assert not store.holds(store.units[1])
     swap.fails = False
     add(store, 1, 2.0)
-    tensor = store.open(1)
+    tensor = store.open(store.units[1])
     assert tensor is not None
     assert torch.all(tensor == 2)
 
@@ -239,10 +239,10 @@ def test_a_read_that_fails_leaves_the_gradients_on_the_drive() -> None:
     assert decide(store, GradientsNeedRoom(1))
     swap.fails = True
     with pytest.raises(StorageError):
-        store.open(1)
+        store.open(store.units[1])
     swap.fails = False
     add(store, 1, 1.0)
-    tensor = store.open(1)
+    tensor = store.open(store.units[1])
     assert tensor is not None
     assert torch.all(tensor == 2)
 
@@ -267,19 +267,27 @@ def test_gradients_that_stream_wait_for_the_update_of_the_last_ones() -> None:
     link = SameMemory()
     homes = GradHomes((0,))
     store = GradStore(
-        [UNIT], torch.float32, Arena(4 * UNIT), 4 * UNIT, homes, Counters(), SwapSpace((), ()), link, Norms(1, link)
+        [UNIT],
+        [UNIT],
+        torch.float32,
+        Arena(4 * UNIT),
+        4 * UNIT,
+        homes,
+        Counters(),
+        SwapSpace((), ()),
+        Norms(1, link),
     )
-    assert store.receive(0, 0, torch.ones(UNIT), 0) is not None
-    store.rest(0)
-    store.hand_over(0)
-    assert store.can_receive(0)
-    assert store.receive(0, 0, torch.full((UNIT,), 2.0), 0) is None
-    store.used(0)
-    assert store.receive(0, 0, torch.full((UNIT,), 2.0), 0) is not None
-    store.rest(0)
-    tensor, moves = store.hand_over(0)
+    assert store.receive(store.units[0], 0, torch.ones(UNIT), 0) is not None
+    store.rest(store.units[0])
+    store.hand_over(store.units[0])
+    assert store.can_receive(store.units[0])
+    assert store.receive(store.units[0], 0, torch.full((UNIT,), 2.0), 0) is None
+    store.used(store.units[0])
+    assert store.receive(store.units[0], 0, torch.full((UNIT,), 2.0), 0) is not None
+    store.rest(store.units[0])
+    tensor, moves = store.hand_over(store.units[0])
     for move in moves:
         move.transfer.result()
     assert torch.all(tensor == 2)
-    store.used(0)
+    store.used(store.units[0])
     store.close()

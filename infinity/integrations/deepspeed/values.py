@@ -36,13 +36,13 @@ class _Found:
         for rank in range(count) if count > 1 else ():
             for part in runtime.partition.parts(unit, of=self.place.slot, rank=rank):
                 runtime.groups.sharing.broadcast(mine[part.param], rank)
-        return mine.view(self.place.slot.shape).to(runtime.params.units[unit.index].tensor.device)
+        return mine.view(self.place.slot.shape).to(runtime.row(unit).params.tensor.device)
 
     def local(self, mine: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor; all of it where states are not divided."""
         unit = self.place.unit
         parts = self.runtime.partition.parts(unit, of=self.place.slot)
-        device = self.runtime.params.units[unit.index].tensor.device
+        device = self.runtime.row(unit).params.tensor.device
         return torch.cat([mine[part.param] for part in parts] or [mine[:0]]).to(device)
 
     def spread(self, value: torch.Tensor) -> torch.Tensor:
