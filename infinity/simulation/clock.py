@@ -131,3 +131,21 @@ class Clock:
             operation.end()
         if operation.then is not None:
             operation.then()
+
+
+class Transfer:
+    """An operation as the engine sees it."""
+
+    def __init__(self, clock: Clock, operation: Operation) -> None:
+        self._clock = clock
+        self.operation = operation
+
+    def done(self) -> bool:
+        return self.operation.done
+
+    def result(self) -> None:
+        self._clock.wait(self.operation)
+        self.operation.check()
+
+    def times(self) -> None:
+        return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from infinity.simulation.clock import Tempo
@@ -10,6 +11,7 @@ from infinity.simulation.clock import Tempo
 SCHEDULES = ("backward", "deferred", "speculative", "barrier")
 STAGING_UNITS = 3  # as in infinity/schedule/placement.py
 FAULTS = ("fetch", "write", "update", "spill", "unspill", "states read", "states write")
+SAVING_FAULTS = ("activation write", "activation read")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class UnitSpec:
         host: its home is host memory, apart from what is computed on; else a drive.
         stored: tiles, the first ones, whose optimizer states live on the drive and pass through the ring.
         parts: some of its gradients come with each use in a pass; else their sum comes with the last one.
+        saves: sizes of tensors that each forward of it saves for backward.
     """
 
     nbytes: int
@@ -46,6 +49,7 @@ class UnitSpec:
     host: bool = False
     parts: bool = False
     stored: int = 0
+    saves: tuple[int, ...] = ()
 
     @property
     def beside(self) -> bool:
@@ -74,6 +78,8 @@ class Config:
         staging_bytes: host memory that units pass through where the device has a memory of its own; 0 if it has none.
         ring: slots for tiles of optimizer states on their way.
         gathers: each of several ranks has a part of every unit, and all parts are gathered for a use.
+        saved: memory for saved activations, in sizes of tensors; 0 if they stay where the model computes.
+        saved_on_drive: they go on to a drive.
     """
 
     units: tuple[UnitSpec, ...]
@@ -87,6 +93,8 @@ class Config:
     staging_bytes: int = 0
     gathers: bool = True
     ring: int = 0
+    saved: int = 0
+    saved_on_drive: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,9 @@ class Pass:
         stop: before this position the user's code raises.
         micro_batches: positions in `uses` that each of several layer-major micro-batches goes through; empty if the
             pass is one micro-batch.
+        absent: positions that each rank leaves out, as experts that its batch does not reach; empty if none does.
+        segment: modules whose forward runs again before their backward, as with checkpoints; 0 if none does.
+        nested: a module's forward runs again within its backward.
     """
 
     uses: tuple[tuple[int, ...], ...]
@@ -106,6 +117,20 @@ class Pass:
     looks: tuple[tuple[int, int], ...] = ()
     stop: int | None = None
     micro_batches: tuple[tuple[int, ...], ...] = ()
+    absent: tuple[tuple[int, ...], ...] = ()
+    segment: int = 0
+    nested: bool = False
+
+    def of(self, rank: int) -> list[int]:
+        """Positions that a rank goes through; all of them for none."""
+        absent = self.absent[rank] if 0 <= rank < len(self.absent) else ()
+        return [position for position in range(len(self.uses)) if position not in absent]
+
+    def again(self, position: int) -> range:
+        """Positions whose forward runs again with the backward of this one."""
+        if not self.segment or (position + 1 < len(self.uses) and (position + 1) % self.segment):
+            return range(0)
+        return range(position // self.segment * self.segment, position + 1)
 
 
 @dataclass(frozen=True)
@@ -224,6 +249,17 @@ def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Ca
         if loop.settles:
             calls.append(Drain())
     return tuple(calls)
+
+
+def recomputing(calls: Iterable[Call], random: Random, *, layer_major: bool) -> tuple[Call, ...]:
+    """The calls with checkpoints in each training pass, or without."""
+    segment = random.choice((1, 1, 2, 3)) if random.random() < 0.25 else 0
+    segment = min(segment, 1) if layer_major else segment
+    nested = segment == 1 and random.random() < 0.5
+    return tuple(
+        replace(call, segment=segment, nested=nested) if isinstance(call, Pass) and not call.evaluates else call
+        for call in calls
+    )
 
 
 def _between(random: Random, count: int) -> Call:

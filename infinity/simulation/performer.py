@@ -12,6 +12,7 @@ from infinity.errors import CapacityError
 from infinity.memory import Budget
 from infinity.schedule import Cycle, actions, raise_memory
 from infinity.schedule.scheduler import Scheduler
+from infinity.simulation.activations import Activations
 from infinity.simulation.clock import Clock
 from infinity.simulation.gradients import GradMemory
 from infinity.simulation.invariants import check_settled, check_world, most_actions, ready_updates, violate
@@ -73,6 +74,7 @@ class Performer:
         self.grads.rows = self.rows
         self.images = config.images
         self.staging = Staging(self.clock, config.staging_bytes)
+        self.activations = Activations(self.clock, config.saved, on_drive=config.saved_on_drive)
         self._most_actions = most_actions(len(self.rows))
         self.budget = _Ledger(spec.capacity, 2 * self._most_actions)
         capacity = min(rank.capacity for rank in config.ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -20,12 +20,13 @@ from infinity.simulation.invariants import (
     violate,
 )
 from infinity.simulation.layer_major import LayerMajorPass
-from infinity.simulation.model import Call, Change, Config, Drain, Look, Pass, RankSpec, Step, ZeroGrad
+from infinity.simulation.model import Call, Change, Config, Drain, Look, Pass, Step, ZeroGrad
 from infinity.simulation.performer import Performer, Trace
 from infinity.simulation.rows import NOTHING, Due, Row
 from infinity.tiers import Residency
 from infinity.zero.foresight import Foresight
 from infinity.zero.gathering import Gathering
+from infinity.zero.reduction_order import ReductionOrder
 
 Agree = Callable[[object], None]
 
@@ -46,9 +47,10 @@ class Rank(Performer):
     """
 
     def __init__(
-        self, config: Config, spec: RankSpec, seed: int, versions: list[int], agree: Agree, trace: Trace | None = None
+        self, config: Config, index: int, seed: int, versions: list[int], agree: Agree, trace: Trace | None = None
     ) -> None:
-        super().__init__(config, spec, seed, versions, trace)
+        super().__init__(config, config.ranks[index], seed, versions, trace)
+        self.index = index
         self.step = 0
         self.failed = False
         self._agree = agree
@@ -63,7 +65,13 @@ class Rank(Performer):
         self._under_way = False  # some units have had this step's update asked for
         self._pass_failed = False
         self._last = self._backward_open = self._runs_ahead = False  # of the running pass
+        self._somewhere: set[int] = set()  # units that some rank uses in the running pass
         self._complete_units: set[int] = set()  # whose gradients of the running pass have all come
+        # Where parameters stay, ranks may use different units: gradients of all units are reduced in one order.
+        trained = [row.index for row in reversed(self.rows) if row.spec.grads]
+        reduces = self._is_shared and not any(row.moves for row in self.rows)
+        self.reduction = ReductionOrder(trained) if reduces else None
+        self.reduced: set[int] | None = None  # units with gradients on some rank, in the pass that has just ended
         self._uncommitted = False
         self._noted = list(versions)  # those of the last step that is over
         for row in self.rows:
@@ -147,13 +155,15 @@ class Rank(Performer):
     # Passes #
 
     def _begin_cycle(self) -> None:
+        self.activations.forget()
         self._agree("pass begins")
         self.do(actions.PassBegins())
         self._gathering.begin_cycle()
         self.settle()
 
     def _end_cycle(self, *, learn: bool) -> None:
-        self._agree("pass ends")
+        if self.reduction is None:
+            self._agree("pass ends")
         self._gathering.end_cycle()
         for row in self.rows:
             row.pins, row.computing = int(row.ticket is not None), False
@@ -167,13 +177,32 @@ class Rank(Performer):
         self._end_cycle(learn=False)
 
     def _forward(self, call: Pass) -> None:
-        for position in range(len(call.uses)):
+        for position in self._mine(call):
             self.forward_use(call, position)
 
-    def forward_use(self, call: Pass, position: int) -> None:
+    def _mine(self, call: Pass) -> list[int]:
+        return call.of(-1 if self.reduction is None else self.index)
+
+    def forward_use(self, call: Pass, position: int, micro_batch: int = 0) -> None:
         self._user_code(call, position, backward=False)
-        self._enter(call.uses[position])
-        self._leave(call.uses[position])
+        self._compute(call, position, micro_batch, saves=not (call.evaluates or call.segment))
+
+    def _compute(self, call: Pass, position: int, micro_batch: int, *, saves: bool) -> None:
+        units = call.uses[position]
+        self._enter(units)
+        if saves:
+            sizes = [size for unit in units for size in self.rows[unit].spec.saves]
+            self.activations.save((micro_batch, position), sizes)
+        self._leave(units)
+
+    def _compute_again(self, call: Pass, position: int, micro_batch: int) -> None:
+        """A checkpoint before a module's backward runs its forward again."""
+        computing = [row for row in self.rows if row.computing]
+        for again in call.again(position):
+            if again in self._mine(call):
+                self._compute(call, again, micro_batch, saves=True)
+        for row in computing:
+            row.computing = True
 
     def _train(self, call: Pass, *, last: bool) -> None:
         self._begin_cycle()
@@ -183,11 +212,20 @@ class Rank(Performer):
             LayerMajorPass(self, call).run()
         else:
             self._forward(call)
+            self.activations.begin_uses()
             self.open_backward()
-            left = Counter(unit for use in call.uses for unit in use)
-            for position in reversed(range(len(call.uses))):
+            mine = self._mine(call)
+            left = Counter(unit for position in mine for unit in call.uses[position])
+            if self.reduction is not None:
+                self.reduction.begin(set(left))
+                self._somewhere = {unit for rank in range(len(self.config.ranks)) for unit in _units(call, rank)}
+            for position in reversed(mine):
                 self.backward_use(call, position, left)
+        self.activations.check_over()
         self._end_cycle(learn=True)
+        if self.reduction is not None and not call.micro_batches:
+            self._reduce(self.reduction.rest())
+            self.reduced = self._somewhere
         if last and self._schedule == "backward":
             self._update_others()
 
@@ -205,7 +243,7 @@ class Rank(Performer):
             self.worker.expect(list(dict.fromkeys(self._finals)))
             self._finals = []
 
-    def backward_use(self, call: Pass, position: int, left: Counter[int] | None = None) -> None:
+    def backward_use(self, call: Pass, position: int, left: Counter[int] | None = None, micro_batch: int = 0) -> None:
         """Backward of a module.
 
         Args:
@@ -213,20 +251,53 @@ class Rank(Performer):
         """
         units = call.uses[position]
         self._user_code(call, position, backward=True)
+        if not call.nested:
+            self._compute_again(call, position, micro_batch)
         self._enter(units)
+        if call.nested:
+            self._compute_again(call, position, micro_batch)
+        self.activations.use((micro_batch, position))
         for unit in units:
             spec = self.rows[unit].spec
             if unit in self._complete_units:
                 violate("once", f"backward uses {self.rows[unit].name}, whose gradients were complete")
             if left is not None:
                 left[unit] -= 1
-            if spec.grads and (spec.parts or (left is not None and not left[unit])):
+            if spec.grads and not self._reduces(call) and (spec.parts or (left is not None and not left[unit])):
                 self._add(self.rows[unit])
         for unit in units:
+            if not self._gathering.is_whole(unit):
+                violate("pinned", f"{self.rows[unit].name} was let go by all ranks while a module computed on it")
             self.rows[unit].computing = False
             if self.rows[unit].spec.grads and left is not None and not left[unit]:
-                self._complete(self.rows[unit])
+                self._left(call, self.rows[unit])
         self._leave(units)
+
+    def _reduces(self, call: Pass) -> bool:
+        return self.reduction is not None and not call.micro_batches
+
+    def _left(self, call: Pass, row: Row) -> None:
+        if self.reduction is not None and self._reduces(call):
+            self._reduce(self.reduction.leave(row.index))
+        else:
+            self._complete(row)
+
+    def _reduce(self, units: Iterable[int]) -> None:
+        """All ranks add up the gradients of these units, those of ranks that have not used them, too."""
+        for unit in units:
+            self._agree(("reduce", unit))
+            if unit in self._somewhere:
+                self._add(self.rows[unit])
+                self._complete(self.rows[unit])
+
+    def learn(self, order: Iterable[int] | None) -> None:
+        """Ranks have exchanged what they know of a pass: where its order did not suit all, this one follows."""
+        if self.reduction is not None and self.reduced is not None:
+            if order is not None:
+                self.reduction.learn(order)
+            self.reduction.note_used(self.reduced)
+            self._gathering.follow(self.reduction.order[::-1])
+        self.reduced = None
 
     def complete(self, units: Sequence[int]) -> None:
         """All micro-batches have left the units; gradients that do not come in parts come now."""
@@ -273,7 +344,8 @@ class Rank(Performer):
             self._pin(unit)
         for unit in units:
             self.settle()
-            self._agree(unit)
+            if self.reduction is None:
+                self._agree(unit)
             self.do(actions.UseBegins(unit))
             self._gather_owed(unit)
             self._gathering.enter(unit)
@@ -305,6 +377,8 @@ class Rank(Performer):
             if row.computing:
                 check_newest(row)
                 row.computing = False
+                if not self._gathering.is_whole(unit):
+                    violate("pinned", f"{row.name} was let go by all ranks while a module computed on it")
             row.pins -= 1
             self._gathering.leave(unit, self.cycle.expected)
         self.settle()
@@ -551,6 +625,7 @@ class Rank(Performer):
         if not self.failed:
             self._drop()
             self.drain()
+        self.activations.close()
         while self.clock.is_busy:
             self.clock.wait_for_next()
         self.states.close()
@@ -568,6 +643,10 @@ class Rank(Performer):
         if row.residency is Residency.FETCHING:
             self.staging.close(row)
         row.residency = Residency.STORED
+
+
+def _units(call: Pass, rank: int) -> set[int]:
+    return {unit for position in call.of(rank) for unit in call.uses[position]}
 
 
 def _is_computed(row: Row) -> bool:

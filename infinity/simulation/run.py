@@ -97,11 +97,11 @@ class World:
         self._agreement = _Agreement(len(config.ranks))
         self.outcome.events += sum(rank.events for rank in self.ranks)
         self.ranks = []
-        for index, spec in enumerate(config.ranks):
+        for index in range(len(config.ranks)):
             if self._trace is not None:
                 self._trace(f"rank {index} starts at versions {versions[index]}")
             seed_of = (seed * 1009 + self._starts) * 8 + index
-            self.ranks.append(Rank(config, spec, seed_of, versions[index], self._agreement.of(index), self._trace))
+            self.ranks.append(Rank(config, index, seed_of, versions[index], self._agreement.of(index), self._trace))
         self._starts += 1
 
     def _call(self, call: Call, *, last: bool) -> None:
@@ -118,6 +118,10 @@ class World:
                     self._trace(f"rank {index}: {call}{' (the last of its step)' if last else ''}")
                 rank.call(call, last=last)
             self._agreement.check()
+            suits = all(rank.reduction is None or rank.reduction.suits for rank in self.ranks)
+            order = None if suits or self.ranks[0].reduction is None else self.ranks[0].reduction.left
+            for rank in self.ranks:
+                rank.learn(order)
         except Crash:
             self.outcome.crashes += 1
             survived = [self._survives(rank) for rank in self.ranks]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from infinity.io import Priority, Span
-from infinity.simulation.clock import Clock, Operation
+from infinity.simulation.clock import Clock, Operation, Transfer
 from infinity.simulation.invariants import violate
 from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
@@ -36,24 +36,6 @@ class _Memory:
         return Span(0, nbytes, self)
 
 
-class _Transfer:
-    """An operation as the engine sees it."""
-
-    def __init__(self, clock: Clock, operation: Operation) -> None:
-        self._clock = clock
-        self.operation = operation
-
-    def done(self) -> bool:
-        return self.operation.done
-
-    def result(self) -> None:
-        self._clock.wait(self.operation)
-        self.operation.check()
-
-    def times(self) -> None:
-        return None
-
-
 class _Drive:
     """What the engine's `SwapSpace` does, with a version for each extent."""
 
@@ -75,7 +57,7 @@ class _Drive:
     def at(extent: Extent) -> int:
         return cast(int, extent.pieces[0])
 
-    def read(self, extent: Extent | SlotExtent, span: Span, *, priority: Priority) -> _Transfer:
+    def read(self, extent: Extent | SlotExtent, span: Span, *, priority: Priority) -> Transfer:
         if isinstance(extent, SlotExtent):
             return self.read_parts(extent.parts(extent.newest, span, 0), priority)
         at, memory = self.at(extent), cast(_Memory, span.owner)
@@ -88,13 +70,13 @@ class _Drive:
             memory.version = _TORN if read.failed else self.versions[at]
 
         read.end = end
-        return _Transfer(self._clock, read)
+        return Transfer(self._clock, read)
 
-    def read_parts(self, parts: Sequence[Part], priority: Priority) -> _Transfer:
+    def read_parts(self, parts: Sequence[Part], priority: Priority) -> Transfer:
         (part,) = parts
         return self.read(part.extent, part.span, priority=priority)
 
-    def write(self, extent: Extent | SlotExtent, span: Span) -> _Transfer:
+    def write(self, extent: Extent | SlotExtent, span: Span) -> Transfer:
         if isinstance(extent, SlotExtent):
             (part,) = self.slots.to_write(extent, span, 0)
             return self.write(part.extent, span)
@@ -108,7 +90,7 @@ class _Drive:
             self.versions[at] = _TORN if write.failed else version
 
         write.end = end
-        return _Transfer(self._clock, write)
+        return Transfer(self._clock, write)
 
 
 class States:
@@ -183,13 +165,13 @@ class States:
     def let_go(self, tile: Tile) -> list[Operation]:
         """The tile may leave memory; what was not changed to its end is lost."""
         write = self.ring.let_go(tile)
-        return [] if write is None else [cast(_Transfer, write).operation]
+        return [] if write is None else [cast(Transfer, write).operation]
 
     @staticmethod
     def arriving(tile: Tile) -> Operation | None:
         """The read of the tile into the ring, while it is under way."""
         move = tile.arriving(_HOST)
-        return None if move is None or move.done() else cast(_Transfer, move.transfer).operation
+        return None if move is None or move.done() else cast(Transfer, move.transfer).operation
 
     def forget(self, unit: int) -> None:
         """A speculative update stands."""

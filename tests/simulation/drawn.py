@@ -8,16 +8,20 @@ from random import Random
 from infinity.optim.pipeline import LEAST_SLOTS
 from infinity.simulation.clock import Tempo
 from infinity.simulation.model import (
+    SAVING_FAULTS,
     SCHEDULES,
     STAGING_UNITS,
     Call,
     Config,
     Death,
+    Fault,
     Loop,
+    Pass,
     RankSpec,
     Scenario,
     UnitSpec,
     calls_of,
+    recomputing,
 )
 
 
@@ -32,7 +36,11 @@ def draw(seed: int, *, steps: int = 12, deaths: float = 0.0) -> Scenario:
     others = Random(-2 - seed)
     if not config.shared_bytes and others.random() < 0.15:  # gradients of several units are open at once
         loop = replace(loop, layer_major=others.randint(2, 3))
-    scenario = Scenario(_varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps), seed)
+    config, calls = _varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps)
+    config, calls = _saving(config, calls, Random(-3 - seed))
+    calls = recomputing(calls, Random(-4 - seed), layer_major=loop.layer_major > 0)
+    config, calls = _with_experts(config, calls, Random(-5 - seed))
+    scenario = Scenario(config, calls, seed)
     return _with_deaths(scenario, deaths) if config.keeps and deaths else scenario
 
 
@@ -53,6 +61,51 @@ def _varied(config: Config, random: Random) -> Config:
     units = tuple(_with_home(unit, random.random() < share, random.random() < 0.5) for unit in config.units)
     units = tuple(replace(unit, stored=_stored(unit, random)) for unit in units)
     return replace(config, units=units, ring=random.choice((LEAST_SLOTS, LEAST_SLOTS, 6)))
+
+
+def _saving(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Config, tuple[Call, ...]]:
+    """Activations of some models are offloaded."""
+    if random.random() < 0.8:
+        return config, calls
+    units = tuple(
+        replace(unit, saves=tuple(random.randint(1, 3) for _ in range(random.randint(0, 3)))) for unit in config.units
+    )
+    if random.random() < 0.2:
+        at = random.randrange(len(calls))
+        calls = (*calls[:at], Fault(random.randrange(len(config.ranks)), random.choice(SAVING_FAULTS)), *calls[at:])
+    saved = random.choice((3, random.randint(3, 12), 30))
+    return replace(config, units=units, saved=saved, saved_on_drive=random.random() < 0.7), calls
+
+
+def _with_experts(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Config, tuple[Call, ...]]:
+    """Parameters of some models stay, so that ranks may use different modules."""
+    if len(config.ranks) == 1 or random.random() < 0.75:
+        return config, calls
+    old_params = "" if config.keeps else "images"
+    units = tuple(
+        replace(
+            unit,
+            moves=False,
+            made=False,
+            host=False,
+            parts=False,
+            has_slots=config.keeps,
+            old_params=unit.old_params and unit.old_params.replace("slots", old_params),
+        )
+        for unit in config.units
+    )
+    share = random.choice((0.0, 0.1, 0.5))
+
+    def some(call: Pass) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(at for at in range(len(call.uses)) if random.random() < share) for _ in range(len(config.ranks))
+        )
+
+    calls = tuple(
+        replace(call, absent=some(call), stop=None) if isinstance(call, Pass) and not call.micro_batches else call
+        for call in calls
+    )
+    return replace(config, units=units), calls
 
 
 def _stored(unit: UnitSpec, random: Random) -> int:

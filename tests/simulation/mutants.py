@@ -36,11 +36,14 @@ from infinity.simulation.rows import Due, Row
 from infinity.simulation.run import simulate
 from infinity.simulation.worker import Worker
 from infinity.tiers import Residency
+from infinity.tiers import activations as activations_module
+from infinity.tiers.activations import ActivationStore, _ByNeed, _Entry
 from infinity.tiers.copies import State
 from infinity.tiers.ring import Ring
 from infinity.tiers.slots import Slots
 from infinity.tiers.states import StateStore
 from infinity.zero.gathering import Gathering
+from infinity.zero.reduction_order import ReductionOrder
 from infinity.zero.rounds import Rounds
 from tests.simulation.drawn import draw
 
@@ -79,6 +82,7 @@ SEEDS = {
     "complete_after_one": 12,
     "error_swallowed": 48,
     "fetch_forgotten": 84,
+    "first_needed_leaves": 365,
     "made_forgotten": 33,
     "old_unit_not_awaited": 124,
     "pins_stay": 18,
@@ -190,6 +194,10 @@ def _nothing(*_: object, **__: object) -> Iterator[Any]:
 
 def _none(*_: object, **__: object) -> None:
     pass
+
+
+def _reversed(self: _ByNeed) -> Iterator[_Entry]:
+    return iter(self._entries[::-1])
 
 
 # Parameters #
@@ -398,7 +406,46 @@ def _complete_after_one(original: Any, self: Any, micro_batch: Any, round_index:
             self._first_use.pop(unit, None)
 
 
+# Saved activations #
+
+_add("turns_not_taken", "the store is not told whose turn it is", (ActivationStore, "take_turn", _none))
+_add("saved_freed_early", "a saved tensor is freed while it is copied", (_Entry, "has_left", lambda self: True))
+_add("uploads_unbounded", "any number of tensors is uploaded ahead", (activations_module, "_AHEAD", 99))
+_add("first_needed_leaves", "the tensor that is needed first leaves memory", (_ByNeed, "__iter__", _reversed))
+
+
+@_mutant("backward computes on a tensor before its upload is over", ActivationStore, "_take_ahead")
+def _upload_not_awaited(self: ActivationStore, entry: Any) -> Any:
+    if entry.ahead is None:
+        return None
+    (target, _), entry.ahead = entry.ahead, None
+    self._ahead_bytes -= entry.nbytes
+    return target
+
+
 # Ranks #
+
+_add("absent_not_reduced", "what other ranks alone have used is not reduced", (ReductionOrder, "rest", _nothing))
+
+
+@_mutant("each rank reduces gradients in the order in which its own backward leaves units", ReductionOrder, "leave")
+def _reduced_as_left(self: ReductionOrder, unit: int) -> Any:
+    self.left.append(unit)
+    if unit in self.order:
+        self.complete(unit)
+        yield unit
+
+
+@_mutant("a forward that runs again within backward lets go of its unit at its end", Gathering, "leave")
+def _again_lets_go(original: Any, self: Gathering, unit: int, expected: int | None) -> None:
+    each = self._shared[unit]
+    if each is not None and each.uses > 1:
+        each.uses = 0
+        self._let_go(each)
+        each.uses = 1
+    else:
+        original(self, unit, expected)
+
 
 _add("ahead_keeps_room", "units that were gathered ahead keep their room", (Gathering, "make_way", _none))
 _add("gathered_once", "a unit that was updated is not gathered again", (Gathering, "changed", _none))

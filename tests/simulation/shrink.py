@@ -113,6 +113,10 @@ def _simpler(call: Call) -> Iterator[Call]:
                 yield replace(call, micro_batches=micro_batches[1:])
             if looks:
                 yield replace(call, looks=())
+            if call.absent:
+                yield replace(call, absent=())
+            if call.segment:
+                yield replace(call, segment=0, nested=False)
             if stop is not None:
                 yield replace(call, stop=None)
             for index in range(len(uses) if len(uses) > 1 else 0):
