@@ -111,8 +111,7 @@ def check_at_rest(world: Performer) -> None:
             violate("once", f"an update of {row.name} is left behind")
         if any(version != row.wanted for version in values):
             violate("once", f"{row.name} has had updates {values}, and {row.wanted} were asked for")
-        if not row.spec.on_device:
-            world.states.check_at(row.index, row.updates)
+        world.states.check_at(row.index, row.updates)
 
 
 def check_closed(world: Performer) -> None:

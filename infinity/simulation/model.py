@@ -32,6 +32,7 @@ class UnitSpec:
         stored: tiles, the first ones, whose optimizer states live on the drive and pass through the ring.
         parts: some of its gradients come with each use in a pass; else their sum comes with the last one.
         saves: sizes of tensors that each forward of it saves for backward.
+        comes: its optimizer states may come to the device after the first step.
     """
 
     nbytes: int
@@ -50,6 +51,7 @@ class UnitSpec:
     parts: bool = False
     stored: int = 0
     saves: tuple[int, ...] = ()
+    comes: bool = False
 
     @property
     def beside(self) -> bool:
@@ -80,6 +82,8 @@ class Config:
         gathers: each of several ranks has a part of every unit, and all parts are gathered for a use.
         saved: memory for saved activations, in sizes of tensors; 0 if they stay where the model computes.
         saved_on_drive: they go on to a drive.
+        device_bytes: device memory for optimizer states that come, and for what a step needs beside them.
+        refused: the device has no memory in one piece for the unit that would be the so many-th to come; 0 if it has.
     """
 
     units: tuple[UnitSpec, ...]
@@ -95,6 +99,8 @@ class Config:
     ring: int = 0
     saved: int = 0
     saved_on_drive: bool = False
+    device_bytes: int = 0
+    refused: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,22 +110,25 @@ class Pass:
     Attributes:
         uses: units that a module computes on together, module by module.
         looks: at a unit, before the use at this position; backward's uses follow forward's.
-        stop: before this position the user's code raises.
+        stop: before this position the user's code raises; `inside`: within its module.
         micro_batches: positions in `uses` that each of several layer-major micro-batches goes through; empty if the
             pass is one micro-batch.
         absent: positions that each rank leaves out, as experts that its batch does not reach; empty if none does.
         segment: modules whose forward runs again before their backward, as with checkpoints; 0 if none does.
         nested: a module's forward runs again within its backward.
+        elements: size of the batch, on which the need of device memory depends.
     """
 
     uses: tuple[tuple[int, ...], ...]
     evaluates: bool = False
     looks: tuple[tuple[int, int], ...] = ()
     stop: int | None = None
+    inside: bool = False
     micro_batches: tuple[tuple[int, ...], ...] = ()
     absent: tuple[tuple[int, ...], ...] = ()
     segment: int = 0
     nested: bool = False
+    elements: int = 1
 
     def of(self, rank: int) -> list[int]:
         """Positions that a rank goes through; all of them for none."""
@@ -135,9 +144,10 @@ class Pass:
 
 @dataclass(frozen=True)
 class Step:
-    """`engine.step()`: the gradients' norm is "quiet", "clipped" or "overflow"."""
+    """`engine.step()`: the gradients' norm is "quiet", "clipped" or "overflow"; the user's scheduler may raise then."""
 
     norm: str = "quiet"
+    raises: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,7 +191,15 @@ class Death:
     ticks: int
 
 
-Call = Pass | Step | Look | Change | ZeroGrad | Drain | Fault | Death
+@dataclass(frozen=True)
+class Interrupt:
+    """The user interrupts one rank's process after so many ticks."""
+
+    rank: int
+    ticks: int
+
+
+Call = Pass | Step | Look | Change | ZeroGrad | Drain | Fault | Death | Interrupt
 
 
 @dataclass(frozen=True)
@@ -249,6 +267,21 @@ def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Ca
         if loop.settles:
             calls.append(Drain())
     return tuple(calls)
+
+
+def interrupted(calls: tuple[Call, ...], random: Random, config: Config) -> tuple[Call, ...]:
+    """The calls with interrupts, and with exceptions of the user's within modules."""
+    rare = random.choice((0.0, 0.0, 0.02, 0.1))
+    made: list[Call] = []
+    for call in calls:
+        if random.random() < rare:
+            made.append(Interrupt(random.randrange(len(config.ranks)), random.randint(1, 6 * len(config.units))))
+        if isinstance(call, Pass) and call.stop is not None and random.random() < 0.5:
+            call = replace(call, inside=True)
+        if isinstance(call, Step) and random.random() < rare / 4:
+            call = replace(call, raises=True)
+        made.append(call)
+    return tuple(made)
 
 
 def recomputing(calls: Iterable[Call], random: Random, *, layer_major: bool) -> tuple[Call, ...]:

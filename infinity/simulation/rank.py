@@ -9,8 +9,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
+
 from infinity.errors import CapacityError, StorageError
 from infinity.schedule import actions
+from infinity.simulation.clock import Interrupted
+from infinity.simulation.filling import check_filled, filling_of
 from infinity.simulation.invariants import (
     check_at_rest,
     check_closed,
@@ -64,7 +68,9 @@ class Rank(Performer):
         self._asked: dict[Row, None] = {}  # in the order in which their updates were asked for
         self._under_way = False  # some units have had this step's update asked for
         self._pass_failed = False
-        self._last = self._backward_open = self._runs_ahead = False  # of the running pass
+        self._last = self._runs_ahead = False  # of the running pass
+        self._open = ""  # "forward" or "backward" while a pass runs
+        self._updates = False  # a step's updates are asked for, and it is not over
         self._somewhere: set[int] = set()  # units that some rank uses in the running pass
         self._complete_units: set[int] = set()  # whose gradients of the running pass have all come
         # Where parameters stay, ranks may use different units: gradients of all units are reduced in one order.
@@ -72,6 +78,9 @@ class Rank(Performer):
         reduces = self._is_shared and not any(row.moves for row in self.rows)
         self.reduction = ReductionOrder(trained) if reduces else None
         self.reduced: set[int] | None = None  # units with gradients on some rank, in the pass that has just ended
+        self._filling = filling_of(
+            config, self.device, self.states.store, self._least, self.drain, self.move_states
+        )
         self._uncommitted = False
         self._noted = list(versions)  # those of the last step that is over
         for row in self.rows:
@@ -109,6 +118,10 @@ class Rank(Performer):
         self._whole[unit] = row.wanted
         return ()
 
+    def _least(self, value: int) -> int:
+        self._agree(("least", value))
+        return value
+
     def _pin(self, unit: int) -> None:
         self.rows[unit].pins += 1
 
@@ -134,8 +147,8 @@ class Rank(Performer):
                     self._evaluate(call)
                 case Pass():
                     self._train(call, last=last)
-                case Step(norm):
-                    self._finish_step(norm)
+                case Step(norm, raises):
+                    self._finish_step(norm, raises=raises)
                 case Look(units, whole):
                     self._look(units, whole=whole)
                 case Change(unit):
@@ -145,12 +158,41 @@ class Rank(Performer):
                 case Drain():
                     self.drain()
         except UserError:
-            pass
+            self._stopped()
+        except torch.OutOfMemoryError:
+            self._out_of_memory()
+        except Interrupted:
+            self.failed = len(self.config.ranks) > 1  # the others wait for it in vain
+            self._stopped()
         except (StorageError, CapacityError):
             self.failed = True
             raise
         check_world(self)
         check_committed(self)
+
+    def _out_of_memory(self) -> None:
+        assert self._filling is not None
+        came = len(self._filling.came)
+        if not came:
+            violate("refusal", "a batch has no room on the device beside nothing else")
+        self.failed = len(self.config.ranks) > 1  # the others wait for it in vain
+        self._stopped()
+        if not self.failed:
+            self._filling.out_of_memory(at_rest=not self._added)
+            if not self._added and len(self._filling.came) == came:
+                violate("progress", "all states stay on the device, which has no memory for a batch")
+
+    def _stopped(self) -> None:
+        """An exception that is not the engine's has ended a call: the engine has failed, or is as before."""
+        self.failed |= self.handing_over.torn or self._updates
+        while self._open and not self.failed:
+            try:
+                self._abort(backward=self._open == "backward")
+            except Interrupted:  # the next call aborts the pass again
+                self.failed |= self.handing_over.torn or len(self.config.ranks) > 1
+        left = [row.name for row in self.rows if row.pins != int(row.ticket is not None)]
+        if left and not self.failed:
+            violate("error", f"{left} are in use after an exception that the engine survives")
 
     # Passes #
 
@@ -170,11 +212,12 @@ class Rank(Performer):
         self.do(actions.PassEnds(learn))
 
     def _evaluate(self, call: Pass) -> None:
+        self._open = "forward"
         self._begin_cycle()
-        self._backward_open = False
         self._forward(call)
         self._gather_owed(None)
         self._end_cycle(learn=False)
+        self._open = ""
 
     def _forward(self, call: Pass) -> None:
         for position in self._mine(call):
@@ -190,6 +233,8 @@ class Rank(Performer):
     def _compute(self, call: Pass, position: int, micro_batch: int, *, saves: bool) -> None:
         units = call.uses[position]
         self._enter(units)
+        if call.inside and self._open == "forward":
+            self._may_raise(call, position, backward=False)
         if saves:
             sizes = [size for unit in units for size in self.rows[unit].spec.saves]
             self.activations.save((micro_batch, position), sizes)
@@ -205,8 +250,12 @@ class Rank(Performer):
             row.computing = True
 
     def _train(self, call: Pass, *, last: bool) -> None:
+        if self._filling is not None:
+            at_rest = len(self.config.ranks) == 1 and not self._added
+            self._filling.before_forward(call.elements, at_rest=at_rest)
+        self._open = "forward"
         self._begin_cycle()
-        self._last, self._backward_open = last, False
+        self._last = last
         self._complete_units.clear()
         if call.micro_batches:
             LayerMajorPass(self, call).run()
@@ -214,6 +263,8 @@ class Rank(Performer):
             self._forward(call)
             self.activations.begin_uses()
             self.open_backward()
+            if self._filling is not None:
+                self.device.compute(call)
             mine = self._mine(call)
             left = Counter(unit for position in mine for unit in call.uses[position])
             if self.reduction is not None:
@@ -228,9 +279,10 @@ class Rank(Performer):
             self.reduced = self._somewhere
         if last and self._schedule == "backward":
             self._update_others()
+        self._open = ""
 
     def open_backward(self) -> None:
-        self._backward_open = True
+        self._open = "backward"
         self._gather_owed(None)
         self.undo_all()
         if self._last:
@@ -257,6 +309,8 @@ class Rank(Performer):
         if call.nested:
             self._compute_again(call, position, micro_batch)
         self.activations.use((micro_batch, position))
+        if call.inside:
+            self._may_raise(call, position, backward=True)
         for unit in units:
             spec = self.rows[unit].spec
             if unit in self._complete_units:
@@ -317,22 +371,26 @@ class Rank(Performer):
         for at, unit in call.looks:
             if at == position and not backward:
                 self._look((unit,), whole=False)
+        if not call.inside:
+            self._may_raise(call, position, backward=backward)
+
+    @staticmethod
+    def _may_raise(call: Pass, position: int, *, backward: bool) -> None:
         if call.stop == (2 * len(call.uses) - 1 - position if backward else position):
-            self._abort(backward=backward or self._backward_open)
             raise UserError
 
     def _abort(self, *, backward: bool) -> None:
-        """The user's code has raised: a forward pass leaves what was before, and a backward pass no gradients."""
+        """A pass was stopped: a forward pass leaves what was before, and a backward pass no gradients."""
         before = [row.wanted for row in self.rows]
         self._end_cycle(learn=False)
-        if not backward:
-            return
-        self._pass_failed = True
-        if self._under_way:
-            self.failed = True
-            return
-        self._drop()
-        left = [row.name for row in self.rows if row.ahead is not None or row.pins > int(row.ticket is not None)]
+        if backward:
+            self._pass_failed = True
+            if self._under_way:
+                self.failed = True
+                return
+            self._drop()
+        self._open = ""
+        left = [row.name for row in self.rows if backward and row.ahead is not None]
         if left or before != [row.wanted for row in self.rows]:
             violate("error", f"{left} are not what they were before the pass")
 
@@ -389,7 +447,7 @@ class Rank(Performer):
         """The backward pass adds to the unit's gradients, once there is room."""
         if self.scheduler.waits_for_memory and self.worker.ended:
             self.settle()
-        added = self._added.get(row.index, 0)
+        added = self._added.setdefault(row.index, 0)
         while not self.grads.try_add(row, self.step, added):
             if not self._make_room(row):
                 raise CapacityError(f"no memory is left for the gradients of {row.name}")
@@ -427,8 +485,9 @@ class Rank(Performer):
         """The step's gradients are nothing any more."""
         if self.undo_all(grads=False):
             self._foresight.disturbed()
-        for unit in self._added:
-            self.grads.drop(self.rows[unit])
+        for row in [self.rows[unit] for unit in self._added]:
+            if not row.grad_pins:  # else they are the last step's, whose update an interrupted pass has waited for
+                self.grads.drop(row)
         self._added = {}
 
     def _zero_grad(self) -> None:
@@ -458,11 +517,12 @@ class Rank(Performer):
         if row.residency is not Residency.STORED or row.spec.beside:
             self.do(actions.UpdateDue(row.index))
 
-    def _finish_step(self, norm: str) -> None:
+    def _finish_step(self, norm: str, *, raises: bool) -> None:
         if self._pass_failed:
             self._zero_grad()
             return
         self._before_updates()
+        self._updates = True
         self.worker.queue.prefer(begun=False)
         if self._schedule == "backward":
             self._update_others()
@@ -477,7 +537,12 @@ class Rank(Performer):
                 self._update_all(clips=norm == "clipped")
         if self._schedule == "barrier":
             self.drain()
-        self._under_way = False
+        if self._filling is not None:
+            self._filling.after_step()
+            check_filled(self._filling, self.device)
+        if raises:
+            raise UserError
+        self._under_way = self._updates = False
         self.step += 1
         self._agree([row.wanted for row in self.rows])
         self._uncommitted = self.config.keeps
@@ -628,7 +693,7 @@ class Rank(Performer):
         self.activations.close()
         while self.clock.is_busy:
             self.clock.wait_for_next()
-        self.states.close()
+        self.states.close(failed=self.failed)
         self._gathering.end_cycle()
         for row in self.rows:
             if row.ticket is None and not self.failed:

@@ -10,8 +10,9 @@ from pathlib import Path
 from infinity.errors import CapacityError, StorageError
 from infinity.simulation.clock import Crash
 from infinity.simulation.invariants import Violation, check_committed, violate
-from infinity.simulation.model import Call, Death, Fault, Pass, Scenario, Step
+from infinity.simulation.model import Call, Death, Fault, Interrupt, Pass, Scenario, Step
 from infinity.simulation.rank import Rank
+from infinity.zero import filling as filling_module
 
 
 @dataclass
@@ -112,11 +113,18 @@ class World:
             clock = self.ranks[call.rank].clock
             clock.crash_at = clock.now + call.ticks
             return
+        if isinstance(call, Interrupt):
+            clock = self.ranks[call.rank].clock
+            clock.interrupt_at = clock.now + call.ticks
+            return
         try:
             for index, rank in enumerate(self.ranks):
                 if self._trace is not None:
                     self._trace(f"rank {index}: {call}{' (the last of its step)' if last else ''}")
                 rank.call(call, last=last)
+                if rank.failed:
+                    self._fail(None)
+                    return
             self._agreement.check()
             suits = all(rank.reduction is None or rank.reduction.suits for rank in self.ranks)
             order = None if suits or self.ranks[0].reduction is None else self.ranks[0].reduction.left
@@ -133,12 +141,11 @@ class World:
             self._fail(error)
             return
         self.outcome.steps += len(self.ranks) if isinstance(call, Step) else 0
-        if any(rank.failed for rank in self.ranks):
-            self._fail(None)
 
     def _close(self) -> None:
         try:
             for rank in self.ranks:
+                rank.clock.interrupt_at = None
                 rank.close()
         except (Crash, StorageError):
             self._fail(None)
@@ -150,7 +157,7 @@ class World:
         self.outcome.failures += 1
         for rank in self.ranks:
             rank.failed = True
-            rank.clock.crash_at = -1
+            rank.clock.crash_at, rank.clock.interrupt_at = -1, None
             rank.close()
         self._start([[0] * len(rank.rows) for rank in self.ranks])
 
@@ -176,7 +183,11 @@ def with_last(calls: tuple[Call, ...]) -> list[tuple[Call, bool]]:
 
 def simulate(scenario: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
     """Run a scenario from its start to its end, or to the first promise that is broken."""
-    return World(scenario, trace).run()
+    told, filling_module._log.disabled = filling_module._log.disabled, True  # to its user, of states that leave
+    try:
+        return World(scenario, trace).run()
+    finally:
+        filling_module._log.disabled = told
 
 
 def search(scenario_of: Callable[[int, Outcome], Scenario | None], seed: int) -> tuple[Outcome, int]:

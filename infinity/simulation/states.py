@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from infinity.io import Priority, Span
 from infinity.simulation.clock import Clock, Operation, Transfer
+from infinity.simulation.filling import TILE_BYTES, DeviceMemory
 from infinity.simulation.invariants import violate
 from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
@@ -22,7 +23,7 @@ from infinity.tiers.states import StateStore, Tile
 if TYPE_CHECKING:
     from infinity.simulation.model import UnitSpec
 
-_HOST, _NVME = Memory.HOST, Memory.NVME
+_HOST, _NVME, _DEVICE = Memory.HOST, Memory.NVME, Memory.DEVICE
 _TORN = -1
 
 
@@ -31,6 +32,9 @@ class _Memory:
 
     def __init__(self) -> None:
         self.version = 0
+
+    def tensor(self, *_: object) -> _Memory:
+        return self
 
     def span(self, _offset: int = 0, nbytes: int = 1) -> Span:
         return Span(0, nbytes, self)
@@ -98,6 +102,7 @@ class States:
 
     Args:
         slots: of the ring.
+        device: memory of states on the device.
         slotted: a tile on the drive has two places there.
         written_through: each tile has.
 
@@ -106,17 +111,26 @@ class States:
     """
 
     def __init__(
-        self, clock: Clock, units: Sequence[UnitSpec], slots: int, *, slotted: bool, written_through: bool
+        self,
+        clock: Clock,
+        units: Sequence[UnitSpec],
+        slots: int,
+        device: DeviceMemory,
+        *,
+        slotted: bool,
+        written_through: bool,
     ) -> None:
         self._drive = _Drive(clock)
+        self._device = device
         self.store = StateStore(
             [unit.tiles if unit.grads else 0 for unit in units],
             1,
-            lambda numel: numel,
+            lambda numel: numel * TILE_BYTES,
             [home for unit in units if unit.grads for home in _homes(unit)],
             arena=cast(Any, SimpleNamespace(lease=lambda _: _Memory())),
             swap=cast(Any, self._drive),
             counters=cast(Any, SimpleNamespace(moved=lambda *_, **__: None)),
+            device=cast(Any, device),
             written_through=written_through,
             slotted=slotted,
         )
@@ -127,9 +141,10 @@ class States:
         self.protected: dict[Tile, int] = {}
         self._all = [tile for unit in range(len(units)) for tile in self.store.tiles(unit)]
         for tile in self._all:
-            first = _HOST if tile.home is _HOST else _NVME
-            tile.begin_write(first)
-            tile.end_write(first)
+            tile.begin_write(tile.home)
+            tile.end_write(tile.home)
+            if tile.home is _DEVICE:
+                device.versions[tile.unit, tile.start] = 0
 
     def has_slots(self, unit: int) -> bool:
         """An update that is submitted now would keep all old states of the unit on the drive."""
@@ -161,6 +176,15 @@ class States:
         memory.version = target
         tile.end_write(_HOST)
         return self.let_go(tile)
+
+    def update_there(self, unit: int, target: int) -> None:
+        """The device updates a unit whose states it has."""
+        with self.store.changing_there(unit):
+            for tile in self.store.tiles(unit):
+                version = self._device.versions.get((unit, tile.start))
+                if version != target - 1:
+                    violate("once", f"{tile.name} on the device are at {version}, and become {target}")
+                self._device.versions[unit, tile.start] = target
 
     def let_go(self, tile: Tile) -> list[Operation]:
         """The tile may leave memory; what was not changed to its end is lost."""
@@ -224,6 +248,8 @@ class States:
         for tile in self.store.tiles(unit):
             if tile.home is _HOST:
                 version = self._memory(tile).version
+            elif tile.home is _DEVICE:
+                version = self._device.versions[unit, tile.start]
             else:
                 assert tile.extent is not None
                 extent = tile.extent
@@ -232,12 +258,14 @@ class States:
             if version != wanted:
                 violate("once", f"{tile.name} have had {version} updates, and {wanted} were asked for")
 
-    def close(self) -> None:
-        """Wait for all transfers; every slot is free then."""
+    def close(self, *, failed: bool) -> None:
+        """Wait for all transfers; every slot is free then, unless an interrupt has left a tile held."""
         self.ring.clear()
-        if len(self.ring._free) != self._slots:
+        if len(self.ring._free) != self._slots and not failed:
             violate("closed", f"{self._slots - len(self.ring._free)} slots of the ring are held")
 
 
 def _homes(unit: UnitSpec) -> list[Memory]:
+    if unit.on_device:
+        return [_DEVICE] * unit.tiles
     return [_NVME if tile < unit.stored else _HOST for tile in range(unit.tiles)]

@@ -111,6 +111,15 @@ class Worker:
         while errand in self._errands:
             self._clock.wait_for_next()
 
+    def park(self) -> None:
+        """Wait until nothing is done any more, and nothing is read ahead; no update may be in the queue."""
+        if self.queue:
+            violate("legal", "optimizer states are moved while updates are queued")
+        self.queue.expect(())
+        while self._wakes or self.at is not None:
+            self._clock.wait_for_next()
+        self.states.ring.clear()
+
     def _wake(self) -> None:
         has_work = self._errands or self.queue or self._reading.can_read_ahead()
         if has_work and not self._wakes and self.at is None:

@@ -7,6 +7,7 @@ from random import Random
 
 from infinity.optim.pipeline import LEAST_SLOTS
 from infinity.simulation.clock import Tempo
+from infinity.simulation.filling import need_bytes
 from infinity.simulation.model import (
     SAVING_FAULTS,
     SCHEDULES,
@@ -21,6 +22,7 @@ from infinity.simulation.model import (
     Scenario,
     UnitSpec,
     calls_of,
+    interrupted,
     recomputing,
 )
 
@@ -40,7 +42,8 @@ def draw(seed: int, *, steps: int = 12, deaths: float = 0.0) -> Scenario:
     config, calls = _saving(config, calls, Random(-3 - seed))
     calls = recomputing(calls, Random(-4 - seed), layer_major=loop.layer_major > 0)
     config, calls = _with_experts(config, calls, Random(-5 - seed))
-    scenario = Scenario(config, calls, seed)
+    config, calls = _filled(config, calls, Random(-7 - seed))
+    scenario = Scenario(config, interrupted(calls, Random(-6 - seed), config), seed)
     return _with_deaths(scenario, deaths) if config.keeps and deaths else scenario
 
 
@@ -77,23 +80,44 @@ def _saving(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Co
     return replace(config, units=units, saved=saved, saved_on_drive=random.random() < 0.7), calls
 
 
+def _filled(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Config, tuple[Call, ...]]:
+    """Optimizer states of some models come to the device after the first step."""
+    several = len(config.ranks) > 1 and any(unit.moves for unit in config.units)
+    if several or config.keeps or config.schedule == "speculative" or random.random() < 0.3:
+        return config, calls
+    units = tuple(_staying(unit, config) if random.random() < 0.6 else unit for unit in config.units)
+    units = tuple(replace(unit, comes=_may_come(unit) and random.random() < 0.8) for unit in units)
+    most = random.choice((1, 4, 12))
+    calls = tuple(
+        replace(call, elements=random.randint(1, most)) if isinstance(call, Pass) else call for call in calls
+    )
+    need = max((need_bytes(call) for call in calls if isinstance(call, Pass)), default=0)
+    device_bytes = need + random.randint(80, 400)
+    return replace(config, units=units, device_bytes=device_bytes, refused=random.choice((0, 0, 1, 2, 3))), calls
+
+
+def _may_come(unit: UnitSpec) -> bool:
+    return bool(unit.grads) and not (unit.moves or unit.on_device)
+
+
+def _staying(unit: UnitSpec, config: Config) -> UnitSpec:
+    """The unit, with parameters that never leave memory."""
+    old_params = "" if config.keeps else "images"
+    return replace(
+        unit,
+        moves=False,
+        made=False,
+        host=False,
+        has_slots=config.keeps,
+        old_params=unit.old_params and unit.old_params.replace("slots", old_params),
+    )
+
+
 def _with_experts(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Config, tuple[Call, ...]]:
     """Parameters of some models stay, so that ranks may use different modules."""
     if len(config.ranks) == 1 or random.random() < 0.75:
         return config, calls
-    old_params = "" if config.keeps else "images"
-    units = tuple(
-        replace(
-            unit,
-            moves=False,
-            made=False,
-            host=False,
-            parts=False,
-            has_slots=config.keeps,
-            old_params=unit.old_params and unit.old_params.replace("slots", old_params),
-        )
-        for unit in config.units
-    )
+    units = tuple(replace(_staying(unit, config), parts=False) for unit in config.units)
     share = random.choice((0.0, 0.1, 0.5))
 
     def some(call: Pass) -> tuple[tuple[int, ...], ...]:

@@ -18,6 +18,7 @@ import pytest
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
+from infinity.memory.hand_over import HandingOver
 from infinity.optim.reading import Reading
 from infinity.schedule import actions
 from infinity.schedule import scheduler as scheduler_module
@@ -38,10 +39,11 @@ from infinity.simulation.worker import Worker
 from infinity.tiers import Residency
 from infinity.tiers import activations as activations_module
 from infinity.tiers.activations import ActivationStore, _ByNeed, _Entry
-from infinity.tiers.copies import State
+from infinity.tiers.copies import Memory, State
 from infinity.tiers.ring import Ring
 from infinity.tiers.slots import Slots
 from infinity.tiers.states import StateStore
+from infinity.zero.filling import Filling
 from infinity.zero.gathering import Gathering
 from infinity.zero.reduction_order import ReductionOrder
 from infinity.zero.rounds import Rounds
@@ -83,7 +85,9 @@ SEEDS = {
     "error_swallowed": 48,
     "fetch_forgotten": 84,
     "first_needed_leaves": 365,
+    "hand_over_untorn": 1281,
     "made_forgotten": 33,
+    "pinned_by_drain": 1174,
     "old_unit_not_awaited": 124,
     "pins_stay": 18,
     "plan_evicts_arriving": 84,
@@ -406,6 +410,26 @@ def _complete_after_one(original: Any, self: Any, micro_batch: Any, round_index:
             self._first_use.pop(unit, None)
 
 
+# Interrupts #
+
+_add("hand_over_untorn", "a hand-over that was cut short counts as over", (HandingOver, "torn", False))
+_add("written_twice", "a write whose wait was interrupted is begun again", (Performer, "_await_write", _none))
+
+
+@_mutant("a unit stays in use whose update was waited for when an interrupt came", Rank, "_start_pending")
+def _pinned_by_drain(self: Rank) -> None:
+    for row in [row for row in self._asked if row.due is not None]:
+        self._pin(row.index)
+        self.do(actions.ParametersNeeded(row.index))
+        self._unpin(row.index)
+
+
+@_mutant("an exception within a module leaves its step's gradients", Rank, "_abort")
+def _abort_keeps_gradients(original: Any, self: Rank, *, backward: bool) -> None:
+    inside = any(row.computing for row in self.rows)
+    original(self, backward=backward and not inside)
+
+
 # Saved activations #
 
 _add("turns_not_taken", "the store is not told whose turn it is", (ActivationStore, "take_turn", _none))
@@ -421,6 +445,28 @@ def _upload_not_awaited(self: ActivationStore, entry: Any) -> Any:
     (target, _), entry.ahead = entry.ahead, None
     self._ahead_bytes -= entry.nbytes
     return target
+
+
+# States that come to the device #
+
+_add("filled_uncounted", "states that come to the device are not counted", (Filling, "_count", _none))
+_add("none_goes_back", "a device that was out of memory keeps its states", (Filling, "_give_half", _none))
+
+
+@_mutant("states move to the device while updates of them are in the queue", Filling, "_fill")
+def _filled_undrained(original: Any, self: Any, spare_bytes: int) -> None:
+    self._runtime.executor.drain = _none
+    original(self, spare_bytes)
+
+
+@_mutant("states leave the device without the updates that they have had there", Ring, "move_back")
+def _updates_stay_there(original: Any, self: Any, tile: Any) -> Any:
+    if tile.own is None:
+        return original(self, tile)
+    tile.lease = tile.own
+    tile.settle_in(Memory.HOST)
+    tile.take_back(Memory.HOST)
+    tile.own = None
 
 
 # Ranks #

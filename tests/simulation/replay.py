@@ -116,9 +116,11 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             parts=False,
             stored=0,
             saves=(),
+            comes=False,
         )
         for unit in config.units
     )
+    leave("states that come to the device", any(unit.comes for unit in config.units))
     leave("saved activations", config.saved > 0)
     leave("gradients that come in parts", any(unit.parts for unit in config.units))
     leave("where speculative updates keep old parameters", speculative and units != config.units)
@@ -136,6 +138,7 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
         ahead_bytes=0,
         staging_bytes=STAGING_UNITS * max(unit.nbytes for unit in units) if apart else 0,
         saved=0,
+        device_bytes=0,
     )
     return Scenario(config, calls, scenario.seed), list(dict.fromkeys(left_out))
 
@@ -155,7 +158,7 @@ def _expressed_calls(scenario: Scenario, leave: Callable[[str, bool], bool]) -> 
                     passes += 1
                     if most and leave("steps of other numbers of micro-batches", passes > most):
                         continue
-                yield replace(call, uses=uses, stop=None, micro_batches=(), absent=(), segment=0, nested=False)
+                yield replace(call, uses=uses, stop=None, micro_batches=(), absent=(), segment=0, nested=False, elements=1)
             case Step():
                 if leave("steps of other numbers of micro-batches", passes < (most or 1)):
                     continue
