@@ -27,7 +27,7 @@ import infinity
 from infinity.integrations.deepspeed import parameters as deepspeeds
 from infinity.schedule.actions import Evict
 from infinity.telemetry import StallCause
-from infinity.tiers import Link, Params, Residency, SameMemory
+from infinity.tiers import GradStore, Link, Params, Residency, SameMemory
 from infinity.tiers.copies import Move
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero import GatheredParameters
@@ -346,6 +346,29 @@ def test_an_interrupted_write_of_a_changed_unit_is_waited_for_by_its_next_evicti
         with executor.resident(0) as flat:
             assert (flat == 7.0).all()
         one_step(engine, AT)
+
+
+def test_an_interrupted_zero_grad_leaves_no_part_of_the_gradients(tmp_path, monkeypatch) -> None:
+    drop, calls = GradStore.drop, []
+
+    def interrupted(grads: GradStore, unit: int) -> None:
+        calls.append(unit)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        drop(grads, unit)
+
+    case = CASES["deferred-nvme"]
+    states = reference(case, tmp_path / "reference")
+    with engine_at(case, tmp_path / "interrupted") as engine:
+        engine.backward(engine(data(AT + 1, 0)))
+        engine.synchronize()
+        monkeypatch.setattr(GradStore, "drop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.zero_grad()
+        with pytest.raises(infinity.InfinityError, match="leave it out with engine.zero_grad"):
+            engine.step()
+        one_step(engine, AT)
+        assert State.of(engine).equals(states[AT + 1])
 
 
 def test_an_interrupt_while_updates_are_drained_leaves_no_unit_pinned(tmp_path, monkeypatch) -> None:
