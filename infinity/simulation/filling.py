@@ -5,12 +5,13 @@ What a step needs beside the states grows with its batch, and with its modules, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from infinity.kernels import scratch_bytes
 from infinity.memory import Budget, DeviceLevel
 from infinity.memory.budget import Ledger
 from infinity.schedule.placement import Shards
@@ -20,7 +21,7 @@ from infinity.tiers import Memory
 from infinity.zero.filling import Filling
 
 if TYPE_CHECKING:
-    from infinity.simulation.model import Config, Pass
+    from infinity.simulation.model import Config, Pass, UnitSpec
 
 TILE_BYTES = 16  # of optimizer states
 _ELEMENT_BYTES, _USE_BYTES = 20, 10  # that a step needs
@@ -34,6 +35,13 @@ _RULES: Any = SimpleNamespace(
 def need_bytes(call: Pass) -> int:
     """Device memory that a pass needs beside optimizer states."""
     return _ELEMENT_BYTES * call.elements + _USE_BYTES * len(call.uses)
+
+
+def device_bytes_of(units: Sequence[UnitSpec], call: Pass) -> int:
+    """Device memory that is enough for a pass, and for the states of all units that come."""
+    tiles = [unit.tiles for unit in units if unit.comes]
+    filled_bytes = sum(tiles) * (TILE_BYTES + 1) + scratch_bytes(max(tiles, default=0))
+    return int((need_bytes(call) + filled_bytes) / (1 - _HEADROOM)) + 2
 
 
 class DeviceMemory:

@@ -269,9 +269,14 @@ def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Ca
     return tuple(calls)
 
 
+def drawn_saves(random: Random) -> tuple[int, ...]:
+    """Sizes of the tensors that a module saves."""
+    return tuple(random.randint(1, 3) for _ in range(random.randint(0, 3)))
+
+
 def interrupted(calls: tuple[Call, ...], random: Random, config: Config) -> tuple[Call, ...]:
     """The calls with interrupts, and with exceptions of the user's within modules."""
-    rare = random.choice((0.0, 0.0, 0.02, 0.1))
+    rare = random.choice((0.0, 0.05, 0.2)) / (1 if len(config.ranks) == 1 else 5)
     made: list[Call] = []
     for call in calls:
         if random.random() < rare:

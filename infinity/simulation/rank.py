@@ -78,9 +78,7 @@ class Rank(Performer):
         reduces = self._is_shared and not any(row.moves for row in self.rows)
         self.reduction = ReductionOrder(trained) if reduces else None
         self.reduced: set[int] | None = None  # units with gradients on some rank, in the pass that has just ended
-        self._filling = filling_of(
-            config, self.device, self.states.store, self._least, self.drain, self.move_states
-        )
+        self._filling = filling_of(config, self.device, self.states.store, self._least, self.drain, self.move_states)
         self._uncommitted = False
         self._noted = list(versions)  # those of the last step that is over
         for row in self.rows:
@@ -283,6 +281,9 @@ class Rank(Performer):
 
     def open_backward(self) -> None:
         self._open = "backward"
+        if self._pass_failed:
+            self._drop()
+        self._pass_failed = False
         self._gather_owed(None)
         self.undo_all()
         if self._last:
@@ -492,6 +493,7 @@ class Rank(Performer):
 
     def _zero_grad(self) -> None:
         if not self._under_way:
+            self._pass_failed = True  # as long as an interrupt may leave a part of the gradients
             self._drop()
             self._pass_failed = False
 

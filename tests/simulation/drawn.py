@@ -22,6 +22,7 @@ from infinity.simulation.model import (
     Scenario,
     UnitSpec,
     calls_of,
+    drawn_saves,
     interrupted,
     recomputing,
 )
@@ -70,9 +71,7 @@ def _saving(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Co
     """Activations of some models are offloaded."""
     if random.random() < 0.8:
         return config, calls
-    units = tuple(
-        replace(unit, saves=tuple(random.randint(1, 3) for _ in range(random.randint(0, 3)))) for unit in config.units
-    )
+    units = tuple(replace(unit, saves=drawn_saves(random)) for unit in config.units)
     if random.random() < 0.2:
         at = random.randrange(len(calls))
         calls = (*calls[:at], Fault(random.randrange(len(config.ranks)), random.choice(SAVING_FAULTS)), *calls[at:])
@@ -88,9 +87,7 @@ def _filled(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Co
     units = tuple(_staying(unit, config) if random.random() < 0.6 else unit for unit in config.units)
     units = tuple(replace(unit, comes=_may_come(unit) and random.random() < 0.8) for unit in units)
     most = random.choice((1, 4, 12))
-    calls = tuple(
-        replace(call, elements=random.randint(1, most)) if isinstance(call, Pass) else call for call in calls
-    )
+    calls = tuple(replace(call, elements=random.randint(1, most)) if isinstance(call, Pass) else call for call in calls)
     need = max((need_bytes(call) for call in calls if isinstance(call, Pass)), default=0)
     device_bytes = need + random.randint(80, 400)
     return replace(config, units=units, device_bytes=device_bytes, refused=random.choice((0, 0, 1, 2, 3))), calls

@@ -18,7 +18,6 @@ import pytest
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
-from infinity.memory.hand_over import HandingOver
 from infinity.optim.reading import Reading
 from infinity.schedule import actions
 from infinity.schedule import scheduler as scheduler_module
@@ -30,7 +29,19 @@ from infinity.simulation import rank as rank_module
 from infinity.simulation.clock import Tempo
 from infinity.simulation.gradients import GradMemory
 from infinity.simulation.layer_major import LayerMajorPass
-from infinity.simulation.model import Config, Fault, Look, Pass, RankSpec, Scenario, Step, UnitSpec
+from infinity.simulation.model import (
+    Config,
+    Drain,
+    Fault,
+    Interrupt,
+    Look,
+    Pass,
+    RankSpec,
+    Scenario,
+    Step,
+    UnitSpec,
+    ZeroGrad,
+)
 from infinity.simulation.performer import Performer
 from infinity.simulation.rank import Rank
 from infinity.simulation.rows import Due, Row
@@ -85,9 +96,7 @@ SEEDS = {
     "error_swallowed": 48,
     "fetch_forgotten": 84,
     "first_needed_leaves": 365,
-    "hand_over_untorn": 1281,
     "made_forgotten": 33,
-    "pinned_by_drain": 1174,
     "old_unit_not_awaited": 124,
     "pins_stay": 18,
     "plan_evicts_arriving": 84,
@@ -102,7 +111,14 @@ SEEDS = {
 
 _BLOCK, _STAYS = UnitSpec(1), UnitSpec(1, moves=False, old_params="images")
 _KEPT, _THREE = UnitSpec(1, tiles=3, has_slots=True), Pass(((0,), (1,), (2,)))
+_FOUR = Pass(((0,), (1,), (2,), (3,)))
 _LATE = RankSpec(0, Tempo(0.3, 20))
+_LONG = replace(_FOUR, elements=12)
+# States come to the device, have an update there, and go back when a longer batch finds no memory.
+_FILLED = Scenario(
+    Config((UnitSpec(1, tiles=3, moves=False, comes=True),) * 4, (RankSpec(0),), device_bytes=420, ring=4),
+    (_FOUR, Step(), _FOUR, Step(), _FOUR, _LONG, Step(), _LONG, Step()),
+)
 # Scenarios for those that seeds seldom find: shrunk from violations.
 SCENARIOS = {
     "ahead_keeps_room": Scenario(
@@ -118,9 +134,20 @@ SCENARIOS = {
         Config((replace(_STAYS, tiles=2, ahead=2), _STAYS), (_LATE, _LATE), "speculative", images=2),
         (Pass(((0,),)), Step(), Pass(((1, 0),)), Step("overflow"), Pass(((1, 0),))),
     ),
+    "none_goes_back": _FILLED,
+    "pinned_by_drain": Scenario(
+        Config((_BLOCK,) * 6, (RankSpec(3, Tempo(0.0, 20)),), ring=4),
+        (*(Pass(tuple((unit,) for unit in range(6))), Step()) * 2, Interrupt(0, 1), Drain()),
+    ),
     "prefetches_keep_staging": Scenario(
         Config((_BLOCK,) * 8, (RankSpec(4, Tempo(0.0, 20)),), "backward", staging_bytes=3),
         (Pass(tuple((unit,) for unit in range(8))), Step()) * 6,
+    ),
+    "updates_stay_there": _FILLED,
+    "zero_grad_in_part": Scenario(
+        Config((UnitSpec(1, streams=True),) * 2, (RankSpec(9, Tempo(0.3, 20)),), ring=6),
+        (Pass(((0,), (1,))), Interrupt(0, 12), ZeroGrad(), Step()),
+        seed=1291,
     ),
 }
 
@@ -412,7 +439,6 @@ def _complete_after_one(original: Any, self: Any, micro_batch: Any, round_index:
 
 # Interrupts #
 
-_add("hand_over_untorn", "a hand-over that was cut short counts as over", (HandingOver, "torn", False))
 _add("written_twice", "a write whose wait was interrupted is begun again", (Performer, "_await_write", _none))
 
 
@@ -422,6 +448,13 @@ def _pinned_by_drain(self: Rank) -> None:
         self._pin(row.index)
         self.do(actions.ParametersNeeded(row.index))
         self._unpin(row.index)
+
+
+@_mutant("what an interrupted zero_grad has left is taken for a step's gradients", Rank, "_zero_grad")
+def _zero_grad_in_part(self: Rank) -> None:
+    if not self._under_way:
+        self._drop()
+        self._pass_failed = False
 
 
 @_mutant("an exception within a module leaves its step's gradients", Rank, "_abort")
@@ -467,6 +500,7 @@ def _updates_stay_there(original: Any, self: Any, tile: Any) -> Any:
     tile.settle_in(Memory.HOST)
     tile.take_back(Memory.HOST)
     tile.own = None
+    return None
 
 
 # Ranks #

@@ -158,7 +158,7 @@ def _expressed_calls(scenario: Scenario, leave: Callable[[str, bool], bool]) -> 
                     passes += 1
                     if most and leave("steps of other numbers of micro-batches", passes > most):
                         continue
-                yield replace(call, uses=uses, stop=None, micro_batches=(), absent=(), segment=0, nested=False, elements=1)
+                yield Pass(uses, evaluates=call.evaluates, looks=call.looks)
             case Step():
                 if leave("steps of other numbers of micro-batches", passes < (most or 1)):
                     continue
