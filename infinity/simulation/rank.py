@@ -183,6 +183,7 @@ class Rank(Performer):
     def _stopped(self) -> None:
         """An exception that is not the engine's has ended a call: the engine has failed, or is as before."""
         self.failed |= self.handing_over.torn or self._updates
+        backward = self._open == "backward"
         while self._open and not self.failed:
             try:
                 self._abort(backward=self._open == "backward")
@@ -191,6 +192,8 @@ class Rank(Performer):
         left = [row.name for row in self.rows if row.pins != int(row.ticket is not None)]
         if left and not self.failed:
             violate("error", f"{left} are in use after an exception that the engine survives")
+        if backward and self._added and not self.failed:
+            violate("error", f"gradients of units {list(self._added)} are left of a backward pass that failed")
 
     # Passes #
 
