@@ -96,6 +96,7 @@ SEEDS = {
     "error_swallowed": 48,
     "fetch_forgotten": 84,
     "first_needed_leaves": 365,
+    "gathered_where_ahead": 393,
     "made_forgotten": 33,
     "old_unit_not_awaited": 124,
     "pins_stay": 18,
@@ -109,10 +110,9 @@ SEEDS = {
     "zero_grad_leaves_ahead": 13,
 }
 
-_BLOCK, _STAYS = UnitSpec(1), UnitSpec(1, moves=False, old_params="images")
+_BLOCK = UnitSpec(1)
 _KEPT, _THREE = UnitSpec(1, tiles=3, has_slots=True), Pass(((0,), (1,), (2,)))
 _FOUR = Pass(((0,), (1,), (2,), (3,)))
-_LATE = RankSpec(0, Tempo(0.3, 20))
 _LONG = replace(_FOUR, elements=12)
 # States come to the device, have an update there, and go back when a longer batch finds no memory.
 _FILLED = Scenario(
@@ -129,10 +129,6 @@ SCENARIOS = {
         Config((_KEPT,) * 3, (RankSpec(3, Tempo(0.3, 20)),), keeps=True),
         (_THREE, Step(), Look((0,)), Look((1,)), Look((0,)), Fault(0, "update"), _THREE),
         seed=2,
-    ),
-    "gathered_where_ahead": Scenario(
-        Config((replace(_STAYS, tiles=2, ahead=2), _STAYS), (_LATE, _LATE), "speculative", images=2),
-        (Pass(((0,),)), Step(), Pass(((1, 0),)), Step("overflow"), Pass(((1, 0),))),
     ),
     "none_goes_back": _FILLED,
     "pinned_by_drain": Scenario(
