@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from infinity.errors import StorageError
+from infinity.errors import InfinityError, StorageError
 from infinity.optim.reading import Reading
 from infinity.schedule.update_queue import UpdateQueue
 from infinity.simulation.clock import Clock, Operation
@@ -135,7 +135,7 @@ class Worker:
             del self._errands[0]
         try:
             self._reading.read_ahead()
-        except StorageError:
+        except InfinityError:  # of the drive, or of a tile whose write has failed; its update raises it again
             self.queue.expect(())
         self.at = self._reading.next()
         self._wakes = False
