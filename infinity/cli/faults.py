@@ -134,10 +134,9 @@ def simulate_faults(args: argparse.Namespace, draft: Draft, later: list[int]) ->
     """
     if args.simulate_faults is None:
         return None
-    from infinity.planner import once_filled  # noqa: PLC0415  (torch takes seconds)
-    from infinity.simulation.planned import planned_of, search_planned  # noqa: PLC0415  (the same)
+    from infinity.simulation.planned import planned_of, search_planned  # noqa: PLC0415  (torch takes seconds)
 
     config, first = draft.asked.config, args.seed or 0
-    planned = planned_of(once_filled(draft.plan, config, later), config, len(later))
+    planned = planned_of(draft.plan, config, later)
     outcome, end = search_planned(planned, args.simulate_faults, first)
     return Faults(planned, outcome, (first, end), [unit.name for unit in draft.plan.units])

@@ -15,6 +15,10 @@ class Crash(BaseException):
     """The process has died."""
 
 
+class Interrupted(BaseException):
+    """The user has interrupted the compute thread."""
+
+
 @dataclass(frozen=True)
 class Tempo:
     """How long operations take.
@@ -67,6 +71,7 @@ class Clock:
         trace: told of what ends, if anybody looks.
         faults: kinds of operations of which the next one fails.
         crash_at: when the process dies.
+        interrupt_at: when the user interrupts the compute thread; None if that does not happen.
     """
 
     def __init__(self, random: Random, tempo: Tempo, trace: Callable[[str], None] | None = None) -> None:
@@ -74,6 +79,8 @@ class Clock:
         self.trace = trace
         self.faults: list[str] = []
         self.crash_at = -1
+        self.interrupt_at: int | None = None
+        self._ending = 0  # what ends operations, the worker too, is no part of the compute thread
         self.ended = 0
         self._tempo = tempo
         self._random = random.random
@@ -102,8 +109,14 @@ class Clock:
         self.now += 1
         if self.now == self.crash_at:
             raise Crash
+        self._may_interrupt(self.now)
         while self._under_way and self._under_way[0][0] < self.now:
             self._end_next()
+
+    def _may_interrupt(self, until: int) -> None:
+        if self.interrupt_at is not None and self.interrupt_at <= until and not self._ending:
+            self.interrupt_at = None
+            raise Interrupted
 
     def wait(self, operation: Operation) -> None:
         """Wait until an operation has ended, well or not."""
@@ -116,6 +129,7 @@ class Clock:
             violate("progress", "somebody waits, and nothing is under way")
         if self.now < self.crash_at <= self._under_way[0][0]:
             raise Crash
+        self._may_interrupt(self._under_way[0][0])
         self.now = max(self.now, self._under_way[0][0])
         self._end_next()
 
@@ -125,9 +139,29 @@ class Clock:
     def _end(self, operation: Operation) -> None:
         operation.done = True
         self.ended += 1
+        self._ending += 1
         if self.trace is not None:
             self.trace(f"    {operation.kind} of u{operation.unit} {'fails' if operation.failed else 'ends'}")
         if operation.end is not None:
             operation.end()
         if operation.then is not None:
             operation.then()
+        self._ending -= 1
+
+
+class Transfer:
+    """An operation as the engine sees it."""
+
+    def __init__(self, clock: Clock, operation: Operation) -> None:
+        self._clock = clock
+        self.operation = operation
+
+    def done(self) -> bool:
+        return self.operation.done
+
+    def result(self) -> None:
+        self._clock.wait(self.operation)
+        self.operation.check()
+
+    def times(self) -> None:
+        return None

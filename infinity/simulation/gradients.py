@@ -57,7 +57,7 @@ class GradMemory:
 
     def try_add(self, row: Row, step: int, count: int) -> bool:
         """A use adds to the gradients; so many have done so before in this step. False while there is no room."""
-        if row.spec.streams and self._can_receive(row):
+        if row.spec.streams and not row.on_device and self._can_receive(row):
             return self._receive(row, step, count)
         if not self.open(row):
             return False
@@ -102,7 +102,7 @@ class GradMemory:
         if row.streams_in is not None:
             row.streams_in = False
             self._finish_arrivals(ARRIVING_UNITS)
-        if row.spills and row.gradients is _WRITING:
+        if row.spills and not row.on_device and row.gradients is _WRITING:
             row.gradients = _VALID
             row.grad_drive = None
 
@@ -178,10 +178,10 @@ class GradMemory:
 
     def finish_moves(self, row: Row) -> None:
         """Wait for what moves of the gradients."""
+        for move in row.grad_moves:
+            self._clock.wait(move)
         moves, row.grad_moves, row.streams_in = row.grad_moves, [], None
         self._arriving.pop(row, None)
-        for move in moves:
-            self._clock.wait(move)
         if row.gradients is _ARRIVING:
             row.gradients = _VALID
         if row.gradients is _LEAVING:
@@ -195,7 +195,8 @@ class GradMemory:
         """Have the gradients in memory, or on their way there; False while there is no room."""
         if row.gradients is _LEAVING:
             row.gradients = _VALID
-        if row.gradients is _ABSENT and row.spec.grads != "own" and row.index not in self.leased:
+        elsewhere = not row.on_device and row.spec.grads != "own"
+        if row.gradients is _ABSENT and elsewhere and row.index not in self.leased:
             if row.spills:
                 if not self._has_free_slot():
                     return False

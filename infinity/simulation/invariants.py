@@ -20,6 +20,7 @@ PROMISES = {
     "newest": "a unit is computed on, looked at and gathered only when its newest version is in memory",
     "once": "each gradient is applied exactly once, by the update of its own step",
     "race": "nothing is read while it is written, or written while it is read",
+    "order": "what leaves memory is needed later than what could have left in its place",
     "owner": "no memory of gradients has two owners",
     "lost": "nothing leaves memory that is nowhere else",
     "pinned": "what is in use stays in memory",
@@ -110,8 +111,7 @@ def check_at_rest(world: Performer) -> None:
             violate("once", f"an update of {row.name} is left behind")
         if any(version != row.wanted for version in values):
             violate("once", f"{row.name} has had updates {values}, and {row.wanted} were asked for")
-        if not row.spec.on_device:
-            world.states.check_at(row.index, row.updates)
+        world.states.check_at(row.index, row.updates)
 
 
 def check_closed(world: Performer) -> None:

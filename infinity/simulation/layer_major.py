@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from infinity.simulation.activations import Activations
 from infinity.simulation.model import Pass
 from infinity.zero.rounds import Rounds
 
@@ -13,11 +14,15 @@ from infinity.zero.rounds import Rounds
 class Trains(Protocol):
     """The parts of a pass that a rank performs."""
 
-    def forward_use(self, call: Pass, position: int) -> None: ...
+    activations: Activations
+
+    def forward_use(self, call: Pass, position: int, micro_batch: int = 0) -> None: ...
 
     def open_backward(self) -> None: ...
 
-    def backward_use(self, call: Pass, position: int) -> None: ...
+    def backward_use(
+        self, call: Pass, position: int, left: Counter[int] | None = None, micro_batch: int = 0
+    ) -> None: ...
 
     def complete(self, units: Sequence[int]) -> None: ...
 
@@ -25,7 +30,8 @@ class Trains(Protocol):
 class MicroBatch:
     """The blocks that it still has to go through, and those that it has entered, by round."""
 
-    def __init__(self, positions: Iterable[int]) -> None:
+    def __init__(self, index: int, positions: Iterable[int]) -> None:
+        self.index = index
         self.at: int | None = None
         self.ended = False
         self.left = deque(positions)
@@ -47,13 +53,15 @@ class LayerMajorPass(Rounds[MicroBatch]):
 
     def run(self) -> None:
         count = len(self._call.uses)
-        self.go([MicroBatch(at for at in each if at < count) for each in self._call.micro_batches])
+        micro_batches = enumerate(self._call.micro_batches)
+        self.go([MicroBatch(index, (at for at in each if at < count)) for index, each in micro_batches])
 
     def _forward(self, micro_batch: MicroBatch) -> None:
         if micro_batch.at is not None:
             micro_batch.entered[self.running] = micro_batch.at
             self.uses(self._call.uses[micro_batch.at])
-            self._rank.forward_use(self._call, micro_batch.at)
+            self._rank.activations.take_turn(self.running, micro_batch.index)
+            self._rank.forward_use(self._call, micro_batch.at, micro_batch.index)
         micro_batch.pause()
 
     def _start(self, micro_batch: MicroBatch) -> None:
@@ -61,6 +69,8 @@ class LayerMajorPass(Rounds[MicroBatch]):
             self._rank.open_backward()
             self._opened = True
         self._backward(micro_batch, max(micro_batch.entered, default=None))
+        if len(set(self._call.micro_batches)) == 1:  # the store takes each block of a micro-batch for the one before
+            self._rank.activations.begin_uses()
 
     def _go_on(self, micro_batch: MicroBatch, round_index: int) -> None:
         if round_index in micro_batch.entered:
@@ -68,7 +78,7 @@ class LayerMajorPass(Rounds[MicroBatch]):
 
     def _backward(self, micro_batch: MicroBatch, round_index: int | None) -> None:
         if round_index is not None:
-            self._rank.backward_use(self._call, micro_batch.entered[round_index])
+            self._rank.backward_use(self._call, micro_batch.entered[round_index], None, micro_batch.index)
 
     def _complete(self, units: Sequence[int]) -> None:
         self._rank.complete(sorted(units, reverse=True))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from infinity.simulation.clock import Tempo
@@ -10,6 +11,7 @@ from infinity.simulation.clock import Tempo
 SCHEDULES = ("backward", "deferred", "speculative", "barrier")
 STAGING_UNITS = 3  # as in infinity/schedule/placement.py
 FAULTS = ("fetch", "write", "update", "spill", "unspill", "states read", "states write")
+SAVING_FAULTS = ("activation write", "activation read")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class UnitSpec:
         host: its home is host memory, apart from what is computed on; else a drive.
         stored: tiles, the first ones, whose optimizer states live on the drive and pass through the ring.
         parts: some of its gradients come with each use in a pass; else their sum comes with the last one.
+        saves: sizes of tensors that each forward of it saves for backward.
+        comes: its optimizer states may come to the device after the first step.
     """
 
     nbytes: int
@@ -46,6 +50,8 @@ class UnitSpec:
     host: bool = False
     parts: bool = False
     stored: int = 0
+    saves: tuple[int, ...] = ()
+    comes: bool = False
 
     @property
     def beside(self) -> bool:
@@ -74,6 +80,10 @@ class Config:
         staging_bytes: host memory that units pass through where the device has a memory of its own; 0 if it has none.
         ring: slots for tiles of optimizer states on their way.
         gathers: each of several ranks has a part of every unit, and all parts are gathered for a use.
+        saved: memory for saved activations, in sizes of tensors; 0 if they stay where the model computes.
+        saved_on_drive: they go on to a drive.
+        device_bytes: device memory for optimizer states that come, and for what a step needs beside them.
+        refused: the device has no memory in one piece for the unit that would be the so many-th to come; 0 if it has.
     """
 
     units: tuple[UnitSpec, ...]
@@ -87,6 +97,10 @@ class Config:
     staging_bytes: int = 0
     gathers: bool = True
     ring: int = 0
+    saved: int = 0
+    saved_on_drive: bool = False
+    device_bytes: int = 0
+    refused: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,23 +110,44 @@ class Pass:
     Attributes:
         uses: units that a module computes on together, module by module.
         looks: at a unit, before the use at this position; backward's uses follow forward's.
-        stop: before this position the user's code raises.
+        stop: before this position the user's code raises; `inside`: within its module.
         micro_batches: positions in `uses` that each of several layer-major micro-batches goes through; empty if the
             pass is one micro-batch.
+        absent: positions that each rank leaves out, as experts that its batch does not reach; empty if none does.
+        segment: modules whose forward runs again before their backward, as with checkpoints; 0 if none does.
+        nested: a module's forward runs again within its backward.
+        elements: size of the batch, on which the need of device memory depends.
     """
 
     uses: tuple[tuple[int, ...], ...]
     evaluates: bool = False
     looks: tuple[tuple[int, int], ...] = ()
     stop: int | None = None
+    inside: bool = False
     micro_batches: tuple[tuple[int, ...], ...] = ()
+    absent: tuple[tuple[int, ...], ...] = ()
+    segment: int = 0
+    nested: bool = False
+    elements: int = 1
+
+    def of(self, rank: int) -> list[int]:
+        """Positions that a rank goes through; all of them for none."""
+        absent = self.absent[rank] if 0 <= rank < len(self.absent) else ()
+        return [position for position in range(len(self.uses)) if position not in absent]
+
+    def again(self, position: int) -> range:
+        """Positions whose forward runs again with the backward of this one."""
+        if not self.segment or (position + 1 < len(self.uses) and (position + 1) % self.segment):
+            return range(0)
+        return range(position // self.segment * self.segment, position + 1)
 
 
 @dataclass(frozen=True)
 class Step:
-    """`engine.step()`: the gradients' norm is "quiet", "clipped" or "overflow"."""
+    """`engine.step()`: the gradients' norm is "quiet", "clipped" or "overflow"; the user's scheduler may raise then."""
 
     norm: str = "quiet"
+    raises: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,7 +191,15 @@ class Death:
     ticks: int
 
 
-Call = Pass | Step | Look | Change | ZeroGrad | Drain | Fault | Death
+@dataclass(frozen=True)
+class Interrupt:
+    """The user interrupts one rank's process after so many ticks."""
+
+    rank: int
+    ticks: int
+
+
+Call = Pass | Step | Look | Change | ZeroGrad | Drain | Fault | Death | Interrupt
 
 
 @dataclass(frozen=True)
@@ -224,6 +267,37 @@ def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Ca
         if loop.settles:
             calls.append(Drain())
     return tuple(calls)
+
+
+def drawn_saves(random: Random) -> tuple[int, ...]:
+    """Sizes of the tensors that a module saves."""
+    return tuple(random.randint(1, 3) for _ in range(random.randint(0, 3)))
+
+
+def interrupted(calls: tuple[Call, ...], random: Random, config: Config) -> tuple[Call, ...]:
+    """The calls with interrupts, and with exceptions of the user's within modules."""
+    rare = random.choice((0.0, 0.05, 0.2)) / (1 if len(config.ranks) == 1 else 5)
+    made: list[Call] = []
+    for call in calls:
+        if random.random() < rare:
+            made.append(Interrupt(random.randrange(len(config.ranks)), random.randint(1, 6 * len(config.units))))
+        if isinstance(call, Pass) and call.stop is not None and random.random() < 0.5:
+            call = replace(call, inside=True)
+        if isinstance(call, Step) and random.random() < rare / 4:
+            call = replace(call, raises=True)
+        made.append(call)
+    return tuple(made)
+
+
+def recomputing(calls: Iterable[Call], random: Random, *, layer_major: bool) -> tuple[Call, ...]:
+    """The calls with checkpoints in each training pass, or without."""
+    segment = random.choice((1, 1, 2, 3)) if random.random() < 0.25 else 0
+    segment = min(segment, 1) if layer_major else segment
+    nested = segment == 1 and random.random() < 0.5
+    return tuple(
+        replace(call, segment=segment, nested=nested) if isinstance(call, Pass) and not call.evaluates else call
+        for call in calls
+    )
 
 
 def _between(random: Random, count: int) -> Call:

@@ -6,13 +6,18 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
+from infinity.memory.hand_over import HandingOver
+from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle, actions, raise_memory
 from infinity.schedule.scheduler import Scheduler
+from infinity.simulation.activations import Activations
 from infinity.simulation.clock import Clock
+from infinity.simulation.filling import DeviceMemory
 from infinity.simulation.gradients import GradMemory
 from infinity.simulation.invariants import check_settled, check_world, most_actions, ready_updates, violate
 from infinity.simulation.model import Config, RankSpec
@@ -21,6 +26,7 @@ from infinity.simulation.staging import Staging
 from infinity.simulation.states import States
 from infinity.simulation.worker import Ticket, Worker
 from infinity.tiers import Residency
+from infinity.zero.executor import Executor
 
 _STORED, _FETCHING, _RESIDENT = Residency.STORED, Residency.FETCHING, Residency.RESIDENT
 Trace = Callable[[str], None]
@@ -50,6 +56,7 @@ class Performer:
         changed_memory: something has come or gone since all rows were checked together.
         foreseen: the update that may run ahead, while the scheduler decides on it.
         aheads: units with speculative updates.
+        handing_over: the engine's, around what an interrupt must not cut short.
         some_rest: a speculative update has given gradients back, which may spill.
     """
 
@@ -62,10 +69,17 @@ class Performer:
         self.changed_memory = True
         self.foreseen: Due | None = None
         self.aheads: dict[Row, None] = {}
+        self.handing_over = HandingOver()
         self.clock = Clock(Random(seed), spec.tempo, trace)
         speculative = config.schedule == "speculative"
+        self.device = DeviceMemory(self.clock, config)
         self.states = States(
-            self.clock, config.units, config.ring, slotted=speculative or config.keeps, written_through=config.keeps
+            self.clock,
+            config.units,
+            config.ring,
+            self.device,
+            slotted=speculative or config.keeps,
+            written_through=config.keeps,
         )
         self.worker = Worker(self.clock, self.states)
         self.grads = GradMemory(self.clock, config.slots, config.shared_bytes)
@@ -73,6 +87,7 @@ class Performer:
         self.grads.rows = self.rows
         self.images = config.images
         self.staging = Staging(self.clock, config.staging_bytes)
+        self.activations = Activations(self.clock, config.saved, on_drive=config.saved_on_drive)
         self._most_actions = most_actions(len(self.rows))
         self.budget = _Ledger(spec.capacity, 2 * self._most_actions)
         capacity = min(rank.capacity for rank in config.ranks)
@@ -161,14 +176,25 @@ class Performer:
     def write_home(self, row: Row) -> None:
         """Write what memory has, and wait."""
         self._open_host(row)
-        if row.fetch is not None:
-            self.clock.wait(row.fetch)
-            row.fetch.check()
-        changed = {tile: version for tile, version in enumerate(row.mem) if row.home[tile] != version}
-        write = row.write_home(self.clock, changed)
-        self.clock.wait(write)
-        self.staging.close(row)
-        write.check()
+        try:
+            self._await_write(row)
+            if row.fetch is not None:
+                self.clock.wait(row.fetch)
+                row.fetch.check()
+            if row.home_writers:
+                violate("race", f"the home of {row.name} is written twice at once")
+            changed = {tile: version for tile, version in enumerate(row.mem) if row.home[tile] != version}
+            row.writing = row.write_home(self.clock, changed)
+            self._await_write(row)
+        finally:
+            self.staging.close(row)
+
+    def _await_write(self, row: Row) -> None:
+        """Wait for the last write of all that differs, whose wait an interrupt may have ended."""
+        if row.writing is not None:
+            self.clock.wait(row.writing)
+            write, row.writing = row.writing, None
+            write.check()
 
     def _open_host(self, row: Row) -> None:
         """Have the values where they are changed and written, waiting for memory that updates and fetches hold."""
@@ -196,8 +222,9 @@ class Performer:
         tiles = [tile for tile in range(row.spec.tiles) if begun is None or tile not in begun]
         # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
         write = action.write and (row.residency is _FETCHING or row.home == row.mem)
-        row.due = row.begun = None
-        self.worker.submit(self._hand_over(row, due, tiles, action.needed, write=write))
+        with self.handing_over:
+            row.due = row.begun = None
+            self.worker.submit(self._hand_over(row, due, tiles, action.needed, write=write))
 
     def _hand_over(self, row: Row, due: Due, tiles: list[int], needed: int, *, write: bool) -> Ticket:
         self.changed_memory = True
@@ -228,8 +255,17 @@ class Performer:
             violate("once", f"{row.name} is at {row.mem} with gradients {row.grad_host}, and {due} is due")
         row.mem = [due.target] * row.spec.tiles
         row.home = list(row.mem) if row.spec.beside else row.home
+        self.states.update_there(row.index, due.states)
         row.due = None
         self.grads.drop(row)
+
+    def move_states(self, unit: int, *, there: bool) -> None:
+        """What the engine's executor and its pipeline do."""
+        parts: Any = SimpleNamespace(_park=self.worker.park, _states=self.states.store, _ring=self.states.ring)
+        pipeline = SimpleNamespace(move_states=partial(UpdatePipeline.move_states, parts))
+        executor: Any = SimpleNamespace(_params=SimpleNamespace(handing_over=self.handing_over), _pipeline=pipeline)
+        Executor.move_states(executor, unit, there=there)
+        self.rows[unit].on_device = self.states.store.is_there(unit)
 
     def wait_computed(self, ticket: Ticket) -> None:
         """Wait until an update is computed, which now goes before all others."""
@@ -276,6 +312,10 @@ class Performer:
             check_settled(ready)
 
     def _note(self, ticket: Ticket) -> None:
+        with self.handing_over:
+            self._take_note(ticket)
+
+    def _take_note(self, ticket: Ticket) -> None:
         row = ticket.row
         assert row.ticket is ticket
         self.changed_memory = True
@@ -312,8 +352,12 @@ class Performer:
         tiles = [tile for tile in range(row.spec.ahead) if self.states.can_undo(row.index, tile)]
         if not tiles:
             return
+        with self.handing_over:
+            self._run_ahead(row, foreseen, tiles, kind, action.needed)
+
+    def _run_ahead(self, row: Row, foreseen: Due, tiles: list[int], kind: str, needed: int) -> None:
         whole = len(tiles) == row.spec.tiles and self.states.has_slots(row.index)
-        ticket = self._hand_over(row, foreseen, tiles, action.needed, write=kind == "slots")
+        ticket = self._hand_over(row, foreseen, tiles, needed, write=kind == "slots")
         ticket.keeps = ticket.logs = True
         ticket.recovers = kind != "images" and row.spec.recovers and row.spills and whole
         ticket.images = len(tiles) if kind == "images" else 0
@@ -406,6 +450,10 @@ class Performer:
         return row.ahead is not None and row.ahead.old_params == "states" and not row.spec.host
 
     def _undo(self, rows: list[Row], *, grads: bool) -> None:
+        with self.handing_over:
+            self._undo_all(rows, grads=grads)
+
+    def _undo_all(self, rows: list[Row], *, grads: bool) -> None:
         tickets = [row.ticket for row in rows if row.ticket is not None]
         for ticket in tickets:
             ticket.recovers = False

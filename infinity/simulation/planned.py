@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -11,13 +11,26 @@ from infinity.errors import ConfigError
 from infinity.optim.pipeline import LEAST_SLOTS
 from infinity.planner import TrainingPlan
 from infinity.simulation.clock import Tempo
-from infinity.simulation.model import Config, Loop, RankSpec, Scenario, UnitSpec, calls_of
+from infinity.simulation.filling import device_bytes_of
+from infinity.simulation.model import (
+    Config,
+    Loop,
+    Pass,
+    RankSpec,
+    Scenario,
+    UnitSpec,
+    calls_of,
+    drawn_saves,
+    interrupted,
+    recomputing,
+)
 from infinity.simulation.run import Outcome, search
 from infinity.tiers import Memory
 from infinity.zero.updates import UpdateSchedule
 
 _MOST_TILES = 4  # of a unit, that are told apart
 _MOST_RANKS = 8
+_SAVED = 8  # memory for saved activations, in the smallest ones
 SCENARIO_STEPS = 12
 
 
@@ -36,14 +49,16 @@ class Planned:
 
     def scenario(self, seed: int, steps: int = SCENARIO_STEPS) -> Scenario:
         """So many steps of the training, with times, failures and user calls drawn from a seed."""
-        random = Random(seed)
+        random, saves = Random(seed), Random(-3 - seed)
         made = random.random() < 0.5
-        config = replace(
-            self.config,
-            ranks=tuple(replace(rank, tempo=Tempo.drawn(random)) for rank in self.config.ranks),
-            units=tuple(replace(unit, made=made and _may_be_made(unit)) for unit in self.config.units),
-        )
-        return Scenario(config, calls_of(self.loop, random, config, steps), seed)
+        units = tuple(replace(unit, made=made and _may_be_made(unit)) for unit in self.config.units)
+        if self.config.saved:
+            units = tuple(replace(unit, saves=drawn_saves(saves)) for unit in units)
+        ranks = tuple(replace(rank, tempo=Tempo.drawn(random)) for rank in self.config.ranks)
+        config = replace(self.config, ranks=ranks, units=units)
+        calls = calls_of(self.loop, random, config, steps)
+        calls = recomputing(calls, Random(-4 - seed), layer_major=self.loop.layer_major > 0)
+        return Scenario(config, interrupted(calls, Random(-6 - seed), config), seed)
 
 
 def _may_be_made(unit: UnitSpec) -> bool:
@@ -61,17 +76,18 @@ def search_planned(planned: Planned, steps: int, first: int = 0) -> tuple[Outcom
     return search(scenario_of, first)
 
 
-def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Planned:
+def planned_of(plan: TrainingPlan, config: Configuration, later: Collection[int] = ()) -> Planned:
     """What is simulated of a plan.
 
     Args:
-        filled: units whose optimizer states come to the device after the first step; in `plan` they are there.
+        later: units whose optimizer states come to the device after the first step.
 
     Raises:
         ConfigError: it has units that the simulation does not know.
     """
     tiles = plan.placement.tiles
-    units = tuple(_unit(plan, unit, tiles[unit]) for unit in range(len(plan.units)))
+    units = tuple(replace(_unit(plan, unit, tiles[unit]), comes=unit in later) for unit in range(len(plan.units)))
+    uses = tuple(point.units for point in plan.sizing.partition.hook_points if point.units)
     sizing, rules, homes = plan.sizing, plan.sizing.rules, plan.placement.grad_homes
     gathers = rules.sharding.count > 1
     ranks = min(rules.sharding.count if gathers else plan.machine.ranks, _MOST_RANKS)
@@ -89,9 +105,12 @@ def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Pl
         staging_bytes=0 if rules.site is Memory.DEVICE else sizing.params.staging * rules.sharding.count,
         gathers=gathers,
         ring=LEAST_SLOTS,
+        saved=_SAVED if rules.activations_bytes else 0,
+        saved_on_drive=config.tiering.activations == "nvme",
+        device_bytes=device_bytes_of(units, Pass(uses)) if later else 0,
     )
     loop = Loop(
-        tuple(point.units for point in sizing.partition.hook_points if point.units),
+        uses,
         accumulation=config.gradient_accumulation_steps,
         layer_major=config.gradient_accumulation_steps if sizing.layer_major else 0,
         norms=_norms(config),
@@ -99,7 +118,7 @@ def planned_of(plan: TrainingPlan, config: Configuration, filled: int = 0) -> Pl
         settles=rules.settles,
     )
     most_tiles = max((len(homes) for homes in tiles), default=0)
-    return Planned(simulated, loop, tuple(_notes(plan, config, ranks, most_tiles, filled)))
+    return Planned(simulated, loop, tuple(_notes(plan, config, ranks, most_tiles)))
 
 
 # Units #
@@ -168,7 +187,7 @@ def _norms(config: Configuration) -> tuple[str, ...]:
 # What is not simulated #
 
 
-def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: int, filled: int) -> Iterator[str]:
+def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: int) -> Iterator[str]:
     sizing, rules = plan.sizing, plan.sizing.rules
     points = [point.module_name for point in sizing.partition.hook_points if point.units]
     around = [name for name in points if any(other.startswith(f"{name}.") for other in points)]
@@ -183,15 +202,13 @@ def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: in
     if rules.grads.reduces:
         yield "gradients are not exchanged between ranks, and a rank that fails ends all others between two calls"
     if rules.activations_bytes:
-        yield "saved activations are not moved"
+        yield "sizes of saved activations are drawn, relative to the memory for them"
     if sizing.layer_major:
         yield "layer-major accumulation: each module that uses a unit is simulated as a block"
     if micro > 1 and (rules.grads.sums_there or rules.grads.sums_once):
         yield "sums of gradients on the device: the gradients of each micro-batch are simulated to leave it"
     if sizing.there:
         yield "memory for gradients on the device is taken to be enough"
-    if filled:
-        yield f"states of {filled} units that come to the device after the first step are there from the start"
     if around:
         yield f"modules around others ({', '.join(around)}) are simulated as used before these, and not meanwhile"
     if sizing.shards.standing:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
+
 from infinity.errors import CapacityError, StorageError
 from infinity.schedule import actions
+from infinity.simulation.clock import Interrupted
+from infinity.simulation.filling import check_filled, filling_of
 from infinity.simulation.invariants import (
     check_at_rest,
     check_closed,
@@ -20,12 +24,13 @@ from infinity.simulation.invariants import (
     violate,
 )
 from infinity.simulation.layer_major import LayerMajorPass
-from infinity.simulation.model import Call, Change, Config, Drain, Look, Pass, RankSpec, Step, ZeroGrad
+from infinity.simulation.model import Call, Change, Config, Drain, Look, Pass, Step, ZeroGrad
 from infinity.simulation.performer import Performer, Trace
 from infinity.simulation.rows import NOTHING, Due, Row
 from infinity.tiers import Residency
 from infinity.zero.foresight import Foresight
 from infinity.zero.gathering import Gathering
+from infinity.zero.reduction_order import ReductionOrder
 
 Agree = Callable[[object], None]
 
@@ -46,9 +51,10 @@ class Rank(Performer):
     """
 
     def __init__(
-        self, config: Config, spec: RankSpec, seed: int, versions: list[int], agree: Agree, trace: Trace | None = None
+        self, config: Config, index: int, seed: int, versions: list[int], agree: Agree, trace: Trace | None = None
     ) -> None:
-        super().__init__(config, spec, seed, versions, trace)
+        super().__init__(config, config.ranks[index], seed, versions, trace)
+        self.index = index
         self.step = 0
         self.failed = False
         self._agree = agree
@@ -62,8 +68,17 @@ class Rank(Performer):
         self._asked: dict[Row, None] = {}  # in the order in which their updates were asked for
         self._under_way = False  # some units have had this step's update asked for
         self._pass_failed = False
-        self._last = self._backward_open = self._runs_ahead = False  # of the running pass
+        self._last = self._runs_ahead = False  # of the running pass
+        self._open = ""  # "forward" or "backward" while a pass runs
+        self._updates = False  # a step's updates are asked for, and it is not over
+        self._somewhere: set[int] = set()  # units that some rank uses in the running pass
         self._complete_units: set[int] = set()  # whose gradients of the running pass have all come
+        # Where parameters stay, ranks may use different units: gradients of all units are reduced in one order.
+        trained = [row.index for row in reversed(self.rows) if row.spec.grads]
+        reduces = self._is_shared and not any(row.moves for row in self.rows)
+        self.reduction = ReductionOrder(trained) if reduces else None
+        self.reduced: set[int] | None = None  # units with gradients on some rank, in the pass that has just ended
+        self._filling = filling_of(config, self.device, self.states.store, self._least, self.drain, self.move_states)
         self._uncommitted = False
         self._noted = list(versions)  # those of the last step that is over
         for row in self.rows:
@@ -101,6 +116,10 @@ class Rank(Performer):
         self._whole[unit] = row.wanted
         return ()
 
+    def _least(self, value: int) -> int:
+        self._agree(("least", value))
+        return value
+
     def _pin(self, unit: int) -> None:
         self.rows[unit].pins += 1
 
@@ -126,8 +145,8 @@ class Rank(Performer):
                     self._evaluate(call)
                 case Pass():
                     self._train(call, last=last)
-                case Step(norm):
-                    self._finish_step(norm)
+                case Step(norm, raises):
+                    self._finish_step(norm, raises=raises)
                 case Look(units, whole):
                     self._look(units, whole=whole)
                 case Change(unit):
@@ -137,62 +156,137 @@ class Rank(Performer):
                 case Drain():
                     self.drain()
         except UserError:
-            pass
+            self._stopped()
+        except torch.OutOfMemoryError:
+            self._out_of_memory()
+        except Interrupted:
+            self.failed = len(self.config.ranks) > 1  # the others wait for it in vain
+            self._stopped()
         except (StorageError, CapacityError):
             self.failed = True
             raise
         check_world(self)
         check_committed(self)
 
+    def _out_of_memory(self) -> None:
+        assert self._filling is not None
+        came = len(self._filling.came)
+        if not came:
+            violate("refusal", "a batch has no room on the device beside nothing else")
+        self.failed = len(self.config.ranks) > 1  # the others wait for it in vain
+        self._stopped()
+        if not self.failed:
+            self._filling.out_of_memory(at_rest=not self._added)
+            if not self._added and len(self._filling.came) == came:
+                violate("progress", "all states stay on the device, which has no memory for a batch")
+
+    def _stopped(self) -> None:
+        """An exception that is not the engine's has ended a call: the engine has failed, or is as before."""
+        self.failed |= self.handing_over.torn or self._updates
+        backward = self._open == "backward"
+        while self._open and not self.failed:
+            try:
+                self._abort(backward=self._open == "backward")
+            except Interrupted:  # the next call aborts the pass again
+                self.failed |= self.handing_over.torn or len(self.config.ranks) > 1
+        left = [row.name for row in self.rows if row.pins != int(row.ticket is not None)]
+        if left and not self.failed:
+            violate("error", f"{left} are in use after an exception that the engine survives")
+        if backward and self._added and not self.failed:
+            violate("error", f"gradients of units {list(self._added)} are left of a backward pass that failed")
+
     # Passes #
 
     def _begin_cycle(self) -> None:
+        self.activations.forget()
         self._agree("pass begins")
         self.do(actions.PassBegins())
         self._gathering.begin_cycle()
         self.settle()
 
     def _end_cycle(self, *, learn: bool) -> None:
-        self._agree("pass ends")
+        if self.reduction is None:
+            self._agree("pass ends")
         self._gathering.end_cycle()
         for row in self.rows:
             row.pins, row.computing = int(row.ticket is not None), False
         self.do(actions.PassEnds(learn))
 
     def _evaluate(self, call: Pass) -> None:
+        self._open = "forward"
         self._begin_cycle()
-        self._backward_open = False
         self._forward(call)
         self._gather_owed(None)
         self._end_cycle(learn=False)
+        self._open = ""
 
     def _forward(self, call: Pass) -> None:
-        for position in range(len(call.uses)):
+        for position in self._mine(call):
             self.forward_use(call, position)
 
-    def forward_use(self, call: Pass, position: int) -> None:
+    def _mine(self, call: Pass) -> list[int]:
+        return call.of(-1 if self.reduction is None else self.index)
+
+    def forward_use(self, call: Pass, position: int, micro_batch: int = 0) -> None:
         self._user_code(call, position, backward=False)
-        self._enter(call.uses[position])
-        self._leave(call.uses[position])
+        self._compute(call, position, micro_batch, saves=not (call.evaluates or call.segment))
+
+    def _compute(self, call: Pass, position: int, micro_batch: int, *, saves: bool) -> None:
+        units = call.uses[position]
+        self._enter(units)
+        if call.inside and self._open == "forward":
+            self._may_raise(call, position, backward=False)
+        if saves:
+            sizes = [size for unit in units for size in self.rows[unit].spec.saves]
+            self.activations.save((micro_batch, position), sizes)
+        self._leave(units)
+
+    def _compute_again(self, call: Pass, position: int, micro_batch: int) -> None:
+        """A checkpoint before a module's backward runs its forward again."""
+        computing = [row for row in self.rows if row.computing]
+        for again in call.again(position):
+            if again in self._mine(call):
+                self._compute(call, again, micro_batch, saves=True)
+        for row in computing:
+            row.computing = True
 
     def _train(self, call: Pass, *, last: bool) -> None:
+        if self._filling is not None:
+            at_rest = len(self.config.ranks) == 1 and not self._added
+            self._filling.before_forward(call.elements, at_rest=at_rest)
+        self._open = "forward"
         self._begin_cycle()
-        self._last, self._backward_open = last, False
+        self._last = last
         self._complete_units.clear()
         if call.micro_batches:
             LayerMajorPass(self, call).run()
         else:
             self._forward(call)
+            self.activations.begin_uses()
             self.open_backward()
-            left = Counter(unit for use in call.uses for unit in use)
-            for position in reversed(range(len(call.uses))):
+            if self._filling is not None:
+                self.device.compute(call)
+            mine = self._mine(call)
+            left = Counter(unit for position in mine for unit in call.uses[position])
+            if self.reduction is not None:
+                self.reduction.begin(set(left))
+                self._somewhere = {unit for rank in range(len(self.config.ranks)) for unit in _units(call, rank)}
+            for position in reversed(mine):
                 self.backward_use(call, position, left)
+        self.activations.check_over()
         self._end_cycle(learn=True)
+        if self.reduction is not None and not call.micro_batches:
+            self._reduce(self.reduction.rest())
+            self.reduced = self._somewhere
         if last and self._schedule == "backward":
             self._update_others()
+        self._open = ""
 
     def open_backward(self) -> None:
-        self._backward_open = True
+        self._open = "backward"
+        if self._pass_failed:
+            self._drop()
+        self._pass_failed = False
         self._gather_owed(None)
         self.undo_all()
         if self._last:
@@ -205,7 +299,7 @@ class Rank(Performer):
             self.worker.expect(list(dict.fromkeys(self._finals)))
             self._finals = []
 
-    def backward_use(self, call: Pass, position: int, left: Counter[int] | None = None) -> None:
+    def backward_use(self, call: Pass, position: int, left: Counter[int] | None = None, micro_batch: int = 0) -> None:
         """Backward of a module.
 
         Args:
@@ -213,20 +307,55 @@ class Rank(Performer):
         """
         units = call.uses[position]
         self._user_code(call, position, backward=True)
+        if not call.nested:
+            self._compute_again(call, position, micro_batch)
         self._enter(units)
+        if call.nested:
+            self._compute_again(call, position, micro_batch)
+        self.activations.use((micro_batch, position))
+        if call.inside:
+            self._may_raise(call, position, backward=True)
         for unit in units:
             spec = self.rows[unit].spec
             if unit in self._complete_units:
                 violate("once", f"backward uses {self.rows[unit].name}, whose gradients were complete")
             if left is not None:
                 left[unit] -= 1
-            if spec.grads and (spec.parts or (left is not None and not left[unit])):
+            if spec.grads and not self._reduces(call) and (spec.parts or (left is not None and not left[unit])):
                 self._add(self.rows[unit])
         for unit in units:
+            if not self._gathering.is_whole(unit):
+                violate("pinned", f"{self.rows[unit].name} was let go by all ranks while a module computed on it")
             self.rows[unit].computing = False
             if self.rows[unit].spec.grads and left is not None and not left[unit]:
-                self._complete(self.rows[unit])
+                self._left(call, self.rows[unit])
         self._leave(units)
+
+    def _reduces(self, call: Pass) -> bool:
+        return self.reduction is not None and not call.micro_batches
+
+    def _left(self, call: Pass, row: Row) -> None:
+        if self.reduction is not None and self._reduces(call):
+            self._reduce(self.reduction.leave(row.index))
+        else:
+            self._complete(row)
+
+    def _reduce(self, units: Iterable[int]) -> None:
+        """All ranks add up the gradients of these units, those of ranks that have not used them, too."""
+        for unit in units:
+            self._agree(("reduce", unit))
+            if unit in self._somewhere:
+                self._add(self.rows[unit])
+                self._complete(self.rows[unit])
+
+    def learn(self, order: Iterable[int] | None) -> None:
+        """Ranks have exchanged what they know of a pass: where its order did not suit all, this one follows."""
+        if self.reduction is not None and self.reduced is not None:
+            if order is not None:
+                self.reduction.learn(order)
+            self.reduction.note_used(self.reduced)
+            self._gathering.follow(self.reduction.order[::-1])
+        self.reduced = None
 
     def complete(self, units: Sequence[int]) -> None:
         """All micro-batches have left the units; gradients that do not come in parts come now."""
@@ -246,22 +375,26 @@ class Rank(Performer):
         for at, unit in call.looks:
             if at == position and not backward:
                 self._look((unit,), whole=False)
+        if not call.inside:
+            self._may_raise(call, position, backward=backward)
+
+    @staticmethod
+    def _may_raise(call: Pass, position: int, *, backward: bool) -> None:
         if call.stop == (2 * len(call.uses) - 1 - position if backward else position):
-            self._abort(backward=backward or self._backward_open)
             raise UserError
 
     def _abort(self, *, backward: bool) -> None:
-        """The user's code has raised: a forward pass leaves what was before, and a backward pass no gradients."""
+        """A pass was stopped: a forward pass leaves what was before, and a backward pass no gradients."""
         before = [row.wanted for row in self.rows]
         self._end_cycle(learn=False)
-        if not backward:
-            return
-        self._pass_failed = True
-        if self._under_way:
-            self.failed = True
-            return
-        self._drop()
-        left = [row.name for row in self.rows if row.ahead is not None or row.pins > int(row.ticket is not None)]
+        if backward:
+            self._pass_failed = True
+            if self._under_way:
+                self.failed = True
+                return
+            self._drop()
+        self._open = ""
+        left = [row.name for row in self.rows if backward and row.ahead is not None]
         if left or before != [row.wanted for row in self.rows]:
             violate("error", f"{left} are not what they were before the pass")
 
@@ -273,7 +406,8 @@ class Rank(Performer):
             self._pin(unit)
         for unit in units:
             self.settle()
-            self._agree(unit)
+            if self.reduction is None:
+                self._agree(unit)
             self.do(actions.UseBegins(unit))
             self._gather_owed(unit)
             self._gathering.enter(unit)
@@ -305,6 +439,8 @@ class Rank(Performer):
             if row.computing:
                 check_newest(row)
                 row.computing = False
+                if not self._gathering.is_whole(unit):
+                    violate("pinned", f"{row.name} was let go by all ranks while a module computed on it")
             row.pins -= 1
             self._gathering.leave(unit, self.cycle.expected)
         self.settle()
@@ -315,7 +451,7 @@ class Rank(Performer):
         """The backward pass adds to the unit's gradients, once there is room."""
         if self.scheduler.waits_for_memory and self.worker.ended:
             self.settle()
-        added = self._added.get(row.index, 0)
+        added = self._added.setdefault(row.index, 0)
         while not self.grads.try_add(row, self.step, added):
             if not self._make_room(row):
                 raise CapacityError(f"no memory is left for the gradients of {row.name}")
@@ -353,12 +489,14 @@ class Rank(Performer):
         """The step's gradients are nothing any more."""
         if self.undo_all(grads=False):
             self._foresight.disturbed()
-        for unit in self._added:
-            self.grads.drop(self.rows[unit])
+        for row in [self.rows[unit] for unit in self._added]:
+            if not row.grad_pins:  # else they are the last step's, whose update an interrupted pass has waited for
+                self.grads.drop(row)
         self._added = {}
 
     def _zero_grad(self) -> None:
         if not self._under_way:
+            self._pass_failed = True  # as long as an interrupt may leave a part of the gradients
             self._drop()
             self._pass_failed = False
 
@@ -384,11 +522,12 @@ class Rank(Performer):
         if row.residency is not Residency.STORED or row.spec.beside:
             self.do(actions.UpdateDue(row.index))
 
-    def _finish_step(self, norm: str) -> None:
+    def _finish_step(self, norm: str, *, raises: bool) -> None:
         if self._pass_failed:
             self._zero_grad()
             return
         self._before_updates()
+        self._updates = True
         self.worker.queue.prefer(begun=False)
         if self._schedule == "backward":
             self._update_others()
@@ -403,7 +542,12 @@ class Rank(Performer):
                 self._update_all(clips=norm == "clipped")
         if self._schedule == "barrier":
             self.drain()
-        self._under_way = False
+        if self._filling is not None:
+            self._filling.after_step()
+            check_filled(self._filling, self.device)
+        if raises:
+            raise UserError
+        self._under_way = self._updates = False
         self.step += 1
         self._agree([row.wanted for row in self.rows])
         self._uncommitted = self.config.keeps
@@ -551,9 +695,10 @@ class Rank(Performer):
         if not self.failed:
             self._drop()
             self.drain()
+        self.activations.close()
         while self.clock.is_busy:
             self.clock.wait_for_next()
-        self.states.close()
+        self.states.close(failed=self.failed)
         self._gathering.end_cycle()
         for row in self.rows:
             if row.ticket is None and not self.failed:
@@ -568,6 +713,10 @@ class Rank(Performer):
         if row.residency is Residency.FETCHING:
             self.staging.close(row)
         row.residency = Residency.STORED
+
+
+def _units(call: Pass, rank: int) -> set[int]:
+    return {unit for position in call.of(rank) for unit in call.uses[position]}
 
 
 def _is_computed(row: Row) -> bool:

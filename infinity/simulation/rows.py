@@ -62,6 +62,8 @@ class Row(UnitState):
         stale: memory has something else than the newest version, which is on the drive.
         fetch: what fills the memory.
         readers, home_readers, home_writers: operations that read the memory, and that read and write the drive.
+        on_device: the optimizer states are on the device, and so are the gradients.
+        writing: the last write of all that differs at home.
         computing: a module computes on the unit now.
         grad_host, grad_drive: the gradients in memory and on the drive.
         streams_in: gradients come from the device: more may follow, or none; None if nothing comes.
@@ -79,6 +81,7 @@ class Row(UnitState):
     staged = False
     host_pins = 0
     upload: Operation | None = None
+    writing: Operation | None = None
     updating_tile: int | None = None
     computing = False
     pins = 0
@@ -102,6 +105,7 @@ class Row(UnitState):
         self.mem, self.home = [version] * spec.tiles, [version] * spec.tiles
         self.kept, self.protected = [NOTHING] * spec.tiles, [NOTHING] * spec.tiles
         self.grad_moves: list[Operation] = []
+        self.on_device = spec.on_device
 
     # What the scheduler sees #
 
@@ -119,7 +123,7 @@ class Row(UnitState):
 
     @property
     def is_updated_on_device(self) -> bool:
-        return self.spec.on_device
+        return self.on_device
 
     # Home #
 

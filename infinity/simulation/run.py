@@ -10,8 +10,9 @@ from pathlib import Path
 from infinity.errors import CapacityError, StorageError
 from infinity.simulation.clock import Crash
 from infinity.simulation.invariants import Violation, check_committed, violate
-from infinity.simulation.model import Call, Death, Fault, Pass, Scenario, Step
+from infinity.simulation.model import Call, Death, Fault, Interrupt, Pass, Scenario, Step
 from infinity.simulation.rank import Rank
+from infinity.zero import filling as filling_module
 
 
 @dataclass
@@ -97,11 +98,11 @@ class World:
         self._agreement = _Agreement(len(config.ranks))
         self.outcome.events += sum(rank.events for rank in self.ranks)
         self.ranks = []
-        for index, spec in enumerate(config.ranks):
+        for index in range(len(config.ranks)):
             if self._trace is not None:
                 self._trace(f"rank {index} starts at versions {versions[index]}")
             seed_of = (seed * 1009 + self._starts) * 8 + index
-            self.ranks.append(Rank(config, spec, seed_of, versions[index], self._agreement.of(index), self._trace))
+            self.ranks.append(Rank(config, index, seed_of, versions[index], self._agreement.of(index), self._trace))
         self._starts += 1
 
     def _call(self, call: Call, *, last: bool) -> None:
@@ -112,12 +113,23 @@ class World:
             clock = self.ranks[call.rank].clock
             clock.crash_at = clock.now + call.ticks
             return
+        if isinstance(call, Interrupt):
+            clock = self.ranks[call.rank].clock
+            clock.interrupt_at = clock.now + call.ticks
+            return
         try:
             for index, rank in enumerate(self.ranks):
                 if self._trace is not None:
                     self._trace(f"rank {index}: {call}{' (the last of its step)' if last else ''}")
                 rank.call(call, last=last)
+                if rank.failed:
+                    self._fail(None)
+                    return
             self._agreement.check()
+            suits = all(rank.reduction is None or rank.reduction.suits for rank in self.ranks)
+            order = None if suits or self.ranks[0].reduction is None else self.ranks[0].reduction.left
+            for rank in self.ranks:
+                rank.learn(order)
         except Crash:
             self.outcome.crashes += 1
             survived = [self._survives(rank) for rank in self.ranks]
@@ -129,12 +141,11 @@ class World:
             self._fail(error)
             return
         self.outcome.steps += len(self.ranks) if isinstance(call, Step) else 0
-        if any(rank.failed for rank in self.ranks):
-            self._fail(None)
 
     def _close(self) -> None:
         try:
             for rank in self.ranks:
+                rank.clock.interrupt_at = None
                 rank.close()
         except (Crash, StorageError):
             self._fail(None)
@@ -146,7 +157,7 @@ class World:
         self.outcome.failures += 1
         for rank in self.ranks:
             rank.failed = True
-            rank.clock.crash_at = -1
+            rank.clock.crash_at, rank.clock.interrupt_at = -1, None
             rank.close()
         self._start([[0] * len(rank.rows) for rank in self.ranks])
 
@@ -172,7 +183,11 @@ def with_last(calls: tuple[Call, ...]) -> list[tuple[Call, bool]]:
 
 def simulate(scenario: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
     """Run a scenario from its start to its end, or to the first promise that is broken."""
-    return World(scenario, trace).run()
+    told, filling_module._log.disabled = filling_module._log.disabled, True  # to its user, of states that leave
+    try:
+        return World(scenario, trace).run()
+    finally:
+        filling_module._log.disabled = told
 
 
 def search(scenario_of: Callable[[int, Outcome], Scenario | None], seed: int) -> tuple[Outcome, int]:

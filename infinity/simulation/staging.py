@@ -25,7 +25,7 @@ class Staging:
 
     def is_needed(self, row: Row) -> bool:
         """The unit passes through host memory."""
-        return self._capacity_bytes > 0 and not row.spec.on_device
+        return self._capacity_bytes > 0 and not row.on_device
 
     def open(self, row: Row) -> bool:
         """Have memory for the unit's values, for a fetch, an update or a write; False if others hold it all."""
@@ -59,9 +59,9 @@ class Staging:
                 self._leaving[row] = None
 
     def _finish(self, row: Row) -> None:
-        del self._leaving[row]
         if row.upload is not None:
             self._clock.wait(row.upload)
+        del self._leaving[row]
         row.upload, row.staged = None, False
         self._used_bytes -= self._bytes(row)
 

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from infinity.io import Priority, Span
-from infinity.simulation.clock import Clock, Operation
+from infinity.simulation.clock import Clock, Operation, Transfer
+from infinity.simulation.filling import TILE_BYTES, DeviceMemory
 from infinity.simulation.invariants import violate
 from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
@@ -22,7 +23,7 @@ from infinity.tiers.states import StateStore, Tile
 if TYPE_CHECKING:
     from infinity.simulation.model import UnitSpec
 
-_HOST, _NVME = Memory.HOST, Memory.NVME
+_HOST, _NVME, _DEVICE = Memory.HOST, Memory.NVME, Memory.DEVICE
 _TORN = -1
 
 
@@ -32,26 +33,11 @@ class _Memory:
     def __init__(self) -> None:
         self.version = 0
 
+    def tensor(self, *_: object) -> _Memory:
+        return self
+
     def span(self, _offset: int = 0, nbytes: int = 1) -> Span:
         return Span(0, nbytes, self)
-
-
-class _Transfer:
-    """An operation as the engine sees it."""
-
-    def __init__(self, clock: Clock, operation: Operation) -> None:
-        self._clock = clock
-        self.operation = operation
-
-    def done(self) -> bool:
-        return self.operation.done
-
-    def result(self) -> None:
-        self._clock.wait(self.operation)
-        self.operation.check()
-
-    def times(self) -> None:
-        return None
 
 
 class _Drive:
@@ -75,7 +61,7 @@ class _Drive:
     def at(extent: Extent) -> int:
         return cast(int, extent.pieces[0])
 
-    def read(self, extent: Extent | SlotExtent, span: Span, *, priority: Priority) -> _Transfer:
+    def read(self, extent: Extent | SlotExtent, span: Span, *, priority: Priority) -> Transfer:
         if isinstance(extent, SlotExtent):
             return self.read_parts(extent.parts(extent.newest, span, 0), priority)
         at, memory = self.at(extent), cast(_Memory, span.owner)
@@ -88,13 +74,13 @@ class _Drive:
             memory.version = _TORN if read.failed else self.versions[at]
 
         read.end = end
-        return _Transfer(self._clock, read)
+        return Transfer(self._clock, read)
 
-    def read_parts(self, parts: Sequence[Part], priority: Priority) -> _Transfer:
+    def read_parts(self, parts: Sequence[Part], priority: Priority) -> Transfer:
         (part,) = parts
         return self.read(part.extent, part.span, priority=priority)
 
-    def write(self, extent: Extent | SlotExtent, span: Span) -> _Transfer:
+    def write(self, extent: Extent | SlotExtent, span: Span) -> Transfer:
         if isinstance(extent, SlotExtent):
             (part,) = self.slots.to_write(extent, span, 0)
             return self.write(part.extent, span)
@@ -108,7 +94,7 @@ class _Drive:
             self.versions[at] = _TORN if write.failed else version
 
         write.end = end
-        return _Transfer(self._clock, write)
+        return Transfer(self._clock, write)
 
 
 class States:
@@ -116,6 +102,7 @@ class States:
 
     Args:
         slots: of the ring.
+        device: memory of states on the device.
         slotted: a tile on the drive has two places there.
         written_through: each tile has.
 
@@ -124,17 +111,26 @@ class States:
     """
 
     def __init__(
-        self, clock: Clock, units: Sequence[UnitSpec], slots: int, *, slotted: bool, written_through: bool
+        self,
+        clock: Clock,
+        units: Sequence[UnitSpec],
+        slots: int,
+        device: DeviceMemory,
+        *,
+        slotted: bool,
+        written_through: bool,
     ) -> None:
         self._drive = _Drive(clock)
+        self._device = device
         self.store = StateStore(
             [unit.tiles if unit.grads else 0 for unit in units],
             1,
-            lambda numel: numel,
+            lambda numel: numel * TILE_BYTES,
             [home for unit in units if unit.grads for home in _homes(unit)],
             arena=cast(Any, SimpleNamespace(lease=lambda _: _Memory())),
             swap=cast(Any, self._drive),
             counters=cast(Any, SimpleNamespace(moved=lambda *_, **__: None)),
+            device=cast(Any, device),
             written_through=written_through,
             slotted=slotted,
         )
@@ -145,9 +141,10 @@ class States:
         self.protected: dict[Tile, int] = {}
         self._all = [tile for unit in range(len(units)) for tile in self.store.tiles(unit)]
         for tile in self._all:
-            first = _HOST if tile.home is _HOST else _NVME
-            tile.begin_write(first)
-            tile.end_write(first)
+            tile.begin_write(tile.home)
+            tile.end_write(tile.home)
+            if tile.home is _DEVICE:
+                device.versions[tile.unit, tile.start] = 0
 
     def has_slots(self, unit: int) -> bool:
         """An update that is submitted now would keep all old states of the unit on the drive."""
@@ -180,16 +177,25 @@ class States:
         tile.end_write(_HOST)
         return self.let_go(tile)
 
+    def update_there(self, unit: int, target: int) -> None:
+        """The device updates a unit whose states it has."""
+        with self.store.changing_there(unit):
+            for tile in self.store.tiles(unit):
+                version = self._device.versions.get((unit, tile.start))
+                if version != target - 1:
+                    violate("once", f"{tile.name} on the device are at {version}, and become {target}")
+                self._device.versions[unit, tile.start] = target
+
     def let_go(self, tile: Tile) -> list[Operation]:
         """The tile may leave memory; what was not changed to its end is lost."""
         write = self.ring.let_go(tile)
-        return [] if write is None else [cast(_Transfer, write).operation]
+        return [] if write is None else [cast(Transfer, write).operation]
 
     @staticmethod
     def arriving(tile: Tile) -> Operation | None:
         """The read of the tile into the ring, while it is under way."""
         move = tile.arriving(_HOST)
-        return None if move is None or move.done() else cast(_Transfer, move.transfer).operation
+        return None if move is None or move.done() else cast(Transfer, move.transfer).operation
 
     def forget(self, unit: int) -> None:
         """A speculative update stands."""
@@ -242,6 +248,8 @@ class States:
         for tile in self.store.tiles(unit):
             if tile.home is _HOST:
                 version = self._memory(tile).version
+            elif tile.home is _DEVICE:
+                version = self._device.versions[unit, tile.start]
             else:
                 assert tile.extent is not None
                 extent = tile.extent
@@ -250,12 +258,14 @@ class States:
             if version != wanted:
                 violate("once", f"{tile.name} have had {version} updates, and {wanted} were asked for")
 
-    def close(self) -> None:
-        """Wait for all transfers; every slot is free then."""
+    def close(self, *, failed: bool) -> None:
+        """Wait for all transfers; every slot is free then, unless an interrupt has left a tile held."""
         self.ring.clear()
-        if len(self.ring._free) != self._slots:
+        if len(self.ring._free) != self._slots and not failed:
             violate("closed", f"{self._slots - len(self.ring._free)} slots of the ring are held")
 
 
 def _homes(unit: UnitSpec) -> list[Memory]:
+    if unit.on_device:
+        return [_DEVICE] * unit.tiles
     return [_NVME if tile < unit.stored else _HOST for tile in range(unit.tiles)]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from infinity.errors import StorageError
+from infinity.errors import InfinityError, StorageError
 from infinity.optim.reading import Reading
 from infinity.schedule.update_queue import UpdateQueue
 from infinity.simulation.clock import Clock, Operation
@@ -111,6 +111,15 @@ class Worker:
         while errand in self._errands:
             self._clock.wait_for_next()
 
+    def park(self) -> None:
+        """Wait until nothing is done any more, and nothing is read ahead; no update may be in the queue."""
+        if self.queue:
+            violate("legal", "optimizer states are moved while updates are queued")
+        self.queue.expect(())
+        while self._wakes or self.at is not None:
+            self._clock.wait_for_next()
+        self.states.ring.clear()
+
     def _wake(self) -> None:
         has_work = self._errands or self.queue or self._reading.can_read_ahead()
         if has_work and not self._wakes and self.at is None:
@@ -126,7 +135,7 @@ class Worker:
             del self._errands[0]
         try:
             self._reading.read_ahead()
-        except StorageError:
+        except InfinityError:  # of the drive, or of a tile whose write has failed; its update raises it again
             self.queue.expect(())
         self.at = self._reading.next()
         self._wakes = False

@@ -321,8 +321,10 @@ class UnitParams:
 
     def write_home(self) -> None:
         """Write the newest values to the NVME copy, if the unit has one, and block until they are written."""
-        write = self.write(0, self.spec.shard_numel)
-        if write is not None:
+        begun = self.field.arriving(Memory.NVME) if self.written else None
+        if begun is not None:  # an interrupt has ended the wait for it
+            self.wait(begun)
+        if self.is_unwritten() and (write := self.write(0, self.spec.shard_numel)) is not None:
             self.wait(self.field.begin_move(self.site, Memory.NVME, write, StallCause.DISK_WRITE))
 
     def frozen_reader(self) -> FrozenReader | None:

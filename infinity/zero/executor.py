@@ -447,8 +447,10 @@ class Executor:
     def _start_pending(self) -> None:
         for row in self._in_flight.due:
             row.params.pin()
-            self._do(ParametersNeeded(row.index))
-            row.params.unpin()
+            try:
+                self._do(ParametersNeeded(row.index))
+            finally:
+                row.params.unpin()
 
     def compute_all(self) -> None:
         """Block until every pending update is computed. Writes of new values to their home may still be running."""

@@ -406,6 +406,8 @@ class Step:
         self._meet_ranks("the backward pass")
         self._optimizer.check_groups()
         self._optimizer.check_frozen()
+        if self._pass_failed:
+            self.gradients.drop_all()  # what an interrupted `drop` has left
         self._pass_failed = False
         self.counter.backward_begins()
         if direct is None:
@@ -582,6 +584,7 @@ class Step:
                 "zero_grad() between the last backward pass of a step and step(): under tiering.update_schedule "
                 '"backward" its gradients have updated parameters already; set the schedule to "deferred"'
             )
+        self._pass_failed = True  # as long as an interrupt may leave a part of the gradients
         self.updates.undo_ahead(grads=False)
         self.gradients.drop_all()
         self._pass_failed = False

@@ -25,9 +25,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 import infinity
 from infinity.integrations.deepspeed import parameters as deepspeeds
-from infinity.tiers import Link, Params, SameMemory
+from infinity.schedule.actions import Evict
+from infinity.telemetry import StallCause
+from infinity.tiers import GradStore, Link, Params, Residency, SameMemory
+from infinity.tiers.copies import Move
+from infinity.tiers.unit_params import UnitParams
 from infinity.zero import GatheredParameters
 from infinity.zero.foresight import Foresight
+from infinity.zero.in_flight import InFlight
+from infinity.zero.unit import Unit
 from tests.api.sequences import WIDTH, Blocks
 
 STEPS, AT = 4, 2  # the interrupt comes in the third of four steps
@@ -318,6 +324,70 @@ def test_later_work_does_not_hide_an_interrupted_ownership_transfer(tmp_path, mo
         assert not left
         with pytest.raises(infinity.InfinityError, match="has stopped after an error"):
             one_step(engine, 1)
+
+
+def test_an_interrupted_write_of_a_changed_unit_is_waited_for_by_its_next_eviction(tmp_path, monkeypatch) -> None:
+    wait, left = UnitParams.wait, [KeyboardInterrupt()]
+
+    def interrupted(params: UnitParams, move: Move) -> None:
+        if left and move.cause is StallCause.DISK_WRITE:
+            raise left.pop()
+        wait(params, move)
+
+    with engine_at(CASES["deferred-nvme"], tmp_path) as engine:
+        engine.synchronize()
+        executor = engine._runtime.executor
+        with executor.changing(0) as flat:
+            flat.fill_(7.0)
+        monkeypatch.setattr(UnitParams, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor._evict(Evict(0))
+        executor._evict(Evict(0))
+        with executor.resident(0) as flat:
+            assert (flat == 7.0).all()
+        one_step(engine, AT)
+
+
+def test_an_interrupted_zero_grad_leaves_no_part_of_the_gradients(tmp_path, monkeypatch) -> None:
+    drop, calls = GradStore.drop, []
+
+    def interrupted(grads: GradStore, unit: int) -> None:
+        calls.append(unit)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        drop(grads, unit)
+
+    case = CASES["deferred-nvme"]
+    states = reference(case, tmp_path / "reference")
+    with engine_at(case, tmp_path / "interrupted") as engine:
+        engine.backward(engine(data(AT + 1, 0)))
+        engine.synchronize()
+        monkeypatch.setattr(GradStore, "drop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.zero_grad()
+        with pytest.raises(infinity.InfinityError, match="or leave it out with"):
+            engine.step()
+        one_step(engine, AT)
+        assert State.of(engine).equals(states[AT + 1])
+
+
+def test_an_interrupt_while_updates_are_drained_leaves_no_unit_pinned(tmp_path, monkeypatch) -> None:
+    wait_computed, left = InFlight.wait_computed, [KeyboardInterrupt()]
+
+    def interrupted(in_flight: InFlight, each: Unit) -> None:
+        if left:
+            raise left.pop()
+        wait_computed(in_flight, each)
+
+    with engine_at(Case("deferred", "nvme", host_memory=106_496), tmp_path) as engine:
+        executor = engine._runtime.executor
+        one_step(engine, AT)
+        assert any(row.residency is Residency.STORED for row in executor._in_flight.due)
+        monkeypatch.setattr(InFlight, "wait_computed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.synchronize()
+        assert all(row.params.computed_on.pins == row.update_is_submitted for row in executor.units)
+        engine.synchronize()
 
 
 @pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])

@@ -7,17 +7,24 @@ from random import Random
 
 from infinity.optim.pipeline import LEAST_SLOTS
 from infinity.simulation.clock import Tempo
+from infinity.simulation.filling import need_bytes
 from infinity.simulation.model import (
+    SAVING_FAULTS,
     SCHEDULES,
     STAGING_UNITS,
     Call,
     Config,
     Death,
+    Fault,
     Loop,
+    Pass,
     RankSpec,
     Scenario,
     UnitSpec,
     calls_of,
+    drawn_saves,
+    interrupted,
+    recomputing,
 )
 
 
@@ -32,7 +39,12 @@ def draw(seed: int, *, steps: int = 12, deaths: float = 0.0) -> Scenario:
     others = Random(-2 - seed)
     if not config.shared_bytes and others.random() < 0.15:  # gradients of several units are open at once
         loop = replace(loop, layer_major=others.randint(2, 3))
-    scenario = Scenario(_varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps), seed)
+    config, calls = _varied(config, Random(-1 - seed)), calls_of(loop, random, config, steps)
+    config, calls = _saving(config, calls, Random(-3 - seed))
+    calls = recomputing(calls, Random(-4 - seed), layer_major=loop.layer_major > 0)
+    config, calls = _with_experts(config, calls, Random(-5 - seed))
+    config, calls = _filled(config, calls, Random(-7 - seed))
+    scenario = Scenario(config, interrupted(calls, Random(-6 - seed), config), seed)
     return _with_deaths(scenario, deaths) if config.keeps and deaths else scenario
 
 
@@ -53,6 +65,68 @@ def _varied(config: Config, random: Random) -> Config:
     units = tuple(_with_home(unit, random.random() < share, random.random() < 0.5) for unit in config.units)
     units = tuple(replace(unit, stored=_stored(unit, random)) for unit in units)
     return replace(config, units=units, ring=random.choice((LEAST_SLOTS, LEAST_SLOTS, 6)))
+
+
+def _saving(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Config, tuple[Call, ...]]:
+    """Activations of some models are offloaded."""
+    if random.random() < 0.8:
+        return config, calls
+    units = tuple(replace(unit, saves=drawn_saves(random)) for unit in config.units)
+    if random.random() < 0.2:
+        at = random.randrange(len(calls))
+        calls = (*calls[:at], Fault(random.randrange(len(config.ranks)), random.choice(SAVING_FAULTS)), *calls[at:])
+    saved = random.choice((3, random.randint(3, 12), 30))
+    return replace(config, units=units, saved=saved, saved_on_drive=random.random() < 0.7), calls
+
+
+def _filled(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Config, tuple[Call, ...]]:
+    """Optimizer states of some models come to the device after the first step."""
+    several = len(config.ranks) > 1 and any(unit.moves for unit in config.units)
+    if several or config.keeps or config.schedule == "speculative" or random.random() < 0.3:
+        return config, calls
+    units = tuple(_staying(unit, config) if random.random() < 0.6 else unit for unit in config.units)
+    units = tuple(replace(unit, comes=_may_come(unit) and random.random() < 0.8) for unit in units)
+    most = random.choice((1, 4, 12))
+    calls = tuple(replace(call, elements=random.randint(1, most)) if isinstance(call, Pass) else call for call in calls)
+    need = max((need_bytes(call) for call in calls if isinstance(call, Pass)), default=0)
+    device_bytes = need + random.randint(80, 400)
+    return replace(config, units=units, device_bytes=device_bytes, refused=random.choice((0, 0, 1, 2, 3))), calls
+
+
+def _may_come(unit: UnitSpec) -> bool:
+    return bool(unit.grads) and not (unit.moves or unit.on_device)
+
+
+def _staying(unit: UnitSpec, config: Config) -> UnitSpec:
+    """The unit, with parameters that never leave memory."""
+    old_params = "" if config.keeps else "images"
+    return replace(
+        unit,
+        moves=False,
+        made=False,
+        host=False,
+        has_slots=config.keeps,
+        old_params=unit.old_params and unit.old_params.replace("slots", old_params),
+    )
+
+
+def _with_experts(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Config, tuple[Call, ...]]:
+    """Parameters of some models stay, so that ranks may use different modules."""
+    if len(config.ranks) == 1 or random.random() < 0.75:
+        return config, calls
+    units = tuple(replace(_staying(unit, config), parts=False) for unit in config.units)
+    share = random.choice((0.0, 0.1, 0.5))
+
+    def some(call: Pass) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(at for at in range(len(call.uses)) if random.random() < share) for _ in range(len(config.ranks))
+        )
+
+    calls = tuple(
+        replace(call, absent=some(call), stop=None) if isinstance(call, Pass) and not call.micro_batches else call
+        for call in calls
+    )
+    return replace(config, units=units), calls
 
 
 def _stored(unit: UnitSpec, random: Random) -> int:

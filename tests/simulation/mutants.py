@@ -29,18 +29,34 @@ from infinity.simulation import rank as rank_module
 from infinity.simulation.clock import Tempo
 from infinity.simulation.gradients import GradMemory
 from infinity.simulation.layer_major import LayerMajorPass
-from infinity.simulation.model import Config, Fault, Look, Pass, RankSpec, Scenario, Step, UnitSpec
+from infinity.simulation.model import (
+    Config,
+    Drain,
+    Fault,
+    Interrupt,
+    Look,
+    Pass,
+    RankSpec,
+    Scenario,
+    Step,
+    UnitSpec,
+    ZeroGrad,
+)
 from infinity.simulation.performer import Performer
 from infinity.simulation.rank import Rank
 from infinity.simulation.rows import Due, Row
 from infinity.simulation.run import simulate
 from infinity.simulation.worker import Worker
 from infinity.tiers import Residency
-from infinity.tiers.copies import State
+from infinity.tiers import activations as activations_module
+from infinity.tiers.activations import ActivationStore, _ByNeed, _Entry
+from infinity.tiers.copies import Memory, State
 from infinity.tiers.ring import Ring
 from infinity.tiers.slots import Slots
 from infinity.tiers.states import StateStore
+from infinity.zero.filling import Filling
 from infinity.zero.gathering import Gathering
+from infinity.zero.reduction_order import ReductionOrder
 from infinity.zero.rounds import Rounds
 from tests.simulation.drawn import draw
 
@@ -79,6 +95,8 @@ SEEDS = {
     "complete_after_one": 12,
     "error_swallowed": 48,
     "fetch_forgotten": 84,
+    "first_needed_leaves": 365,
+    "gathered_where_ahead": 393,
     "made_forgotten": 33,
     "old_unit_not_awaited": 124,
     "pins_stay": 18,
@@ -92,9 +110,15 @@ SEEDS = {
     "zero_grad_leaves_ahead": 13,
 }
 
-_BLOCK, _STAYS = UnitSpec(1), UnitSpec(1, moves=False, old_params="images")
+_BLOCK = UnitSpec(1)
 _KEPT, _THREE = UnitSpec(1, tiles=3, has_slots=True), Pass(((0,), (1,), (2,)))
-_LATE = RankSpec(0, Tempo(0.3, 20))
+_FOUR = Pass(((0,), (1,), (2,), (3,)))
+_LONG = replace(_FOUR, elements=12)
+# States come to the device, have an update there, and go back when a longer batch finds no memory.
+_FILLED = Scenario(
+    Config((UnitSpec(1, tiles=3, moves=False, comes=True),) * 4, (RankSpec(0),), device_bytes=420, ring=4),
+    (_FOUR, Step(), _FOUR, Step(), _FOUR, _LONG, Step(), _LONG, Step()),
+)
 # Scenarios for those that seeds seldom find: shrunk from violations.
 SCENARIOS = {
     "ahead_keeps_room": Scenario(
@@ -106,13 +130,20 @@ SCENARIOS = {
         (_THREE, Step(), Look((0,)), Look((1,)), Look((0,)), Fault(0, "update"), _THREE),
         seed=2,
     ),
-    "gathered_where_ahead": Scenario(
-        Config((replace(_STAYS, tiles=2, ahead=2), _STAYS), (_LATE, _LATE), "speculative", images=2),
-        (Pass(((0,),)), Step(), Pass(((1, 0),)), Step("overflow"), Pass(((1, 0),))),
+    "none_goes_back": _FILLED,
+    "pinned_by_drain": Scenario(
+        Config((_BLOCK,) * 6, (RankSpec(3, Tempo(0.0, 20)),), ring=4),
+        (*(Pass(tuple((unit,) for unit in range(6))), Step()) * 2, Interrupt(0, 1), Drain()),
     ),
     "prefetches_keep_staging": Scenario(
         Config((_BLOCK,) * 8, (RankSpec(4, Tempo(0.0, 20)),), "backward", staging_bytes=3),
         (Pass(tuple((unit,) for unit in range(8))), Step()) * 6,
+    ),
+    "updates_stay_there": _FILLED,
+    "zero_grad_in_part": Scenario(
+        Config((UnitSpec(1, streams=True),) * 2, (RankSpec(9, Tempo(0.3, 20)),), ring=6),
+        (Pass(((0,), (1,))), Interrupt(0, 12), ZeroGrad(), Step()),
+        seed=1291,
     ),
 }
 
@@ -190,6 +221,10 @@ def _nothing(*_: object, **__: object) -> Iterator[Any]:
 
 def _none(*_: object, **__: object) -> None:
     pass
+
+
+def _reversed(self: _ByNeed) -> Iterator[_Entry]:
+    return iter(self._entries[::-1])
 
 
 # Parameters #
@@ -398,7 +433,95 @@ def _complete_after_one(original: Any, self: Any, micro_batch: Any, round_index:
             self._first_use.pop(unit, None)
 
 
+# Interrupts #
+
+_add("written_twice", "a write whose wait was interrupted is begun again", (Performer, "_await_write", _none))
+
+
+@_mutant("a unit stays in use whose update was waited for when an interrupt came", Rank, "_start_pending")
+def _pinned_by_drain(self: Rank) -> None:
+    for row in [row for row in self._asked if row.due is not None]:
+        self._pin(row.index)
+        self.do(actions.ParametersNeeded(row.index))
+        self._unpin(row.index)
+
+
+@_mutant("what an interrupted zero_grad has left is taken for a step's gradients", Rank, "_zero_grad")
+def _zero_grad_in_part(self: Rank) -> None:
+    if not self._under_way:
+        self._drop()
+        self._pass_failed = False
+
+
+@_mutant("an exception within a module leaves its step's gradients", Rank, "_abort")
+def _abort_keeps_gradients(original: Any, self: Rank, *, backward: bool) -> None:
+    inside = any(row.computing for row in self.rows)
+    original(self, backward=backward and not inside)
+
+
+# Saved activations #
+
+_add("turns_not_taken", "the store is not told whose turn it is", (ActivationStore, "take_turn", _none))
+_add("saved_freed_early", "a saved tensor is freed while it is copied", (_Entry, "has_left", lambda self: True))
+_add("uploads_unbounded", "any number of tensors is uploaded ahead", (activations_module, "_AHEAD", 99))
+_add("first_needed_leaves", "the tensor that is needed first leaves memory", (_ByNeed, "__iter__", _reversed))
+
+
+@_mutant("backward computes on a tensor before its upload is over", ActivationStore, "_take_ahead")
+def _upload_not_awaited(self: ActivationStore, entry: Any) -> Any:
+    if entry.ahead is None:
+        return None
+    (target, _), entry.ahead = entry.ahead, None
+    self._ahead_bytes -= entry.nbytes
+    return target
+
+
+# States that come to the device #
+
+_add("filled_uncounted", "states that come to the device are not counted", (Filling, "_count", _none))
+_add("none_goes_back", "a device that was out of memory keeps its states", (Filling, "_give_half", _none))
+
+
+@_mutant("states move to the device while updates of them are in the queue", Filling, "_fill")
+def _filled_undrained(original: Any, self: Any, spare_bytes: int) -> None:
+    self._runtime.executor.drain = _none
+    original(self, spare_bytes)
+
+
+@_mutant("states leave the device without the updates that they have had there", Ring, "move_back")
+def _updates_stay_there(original: Any, self: Any, tile: Any) -> Any:
+    if tile.own is None:
+        return original(self, tile)
+    tile.lease = tile.own
+    tile.settle_in(Memory.HOST)
+    tile.take_back(Memory.HOST)
+    tile.own = None
+    return None
+
+
 # Ranks #
+
+_add("absent_not_reduced", "what other ranks alone have used is not reduced", (ReductionOrder, "rest", _nothing))
+
+
+@_mutant("each rank reduces gradients in the order in which its own backward leaves units", ReductionOrder, "leave")
+def _reduced_as_left(self: ReductionOrder, unit: int) -> Any:
+    self.left.append(unit)
+    if unit in self.order:
+        self.complete(unit)
+        yield unit
+
+
+@_mutant("a forward that runs again within backward lets go of its unit at its end", Gathering, "leave")
+def _again_lets_go(original: Any, self: Gathering, unit: int, expected: int | None) -> None:
+    each = self._shared[unit]
+    if each is not None and each.uses > 1:
+        each.uses = 0
+        self._let_go(each)
+        each.uses = 1
+    else:
+        original(self, unit, expected)
+
 
 _add("ahead_keeps_room", "units that were gathered ahead keep their room", (Gathering, "make_way", _none))
 _add("gathered_once", "a unit that was updated is not gathered again", (Gathering, "changed", _none))

@@ -115,9 +115,13 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             host=unit.host and not speculative,
             parts=False,
             stored=0,
+            saves=(),
+            comes=False,
         )
         for unit in config.units
     )
+    leave("states that come to the device", any(unit.comes for unit in config.units))
+    leave("saved activations", config.saved > 0)
     leave("gradients that come in parts", any(unit.parts for unit in config.units))
     leave("where speculative updates keep old parameters", speculative and units != config.units)
     if leave("a model of frozen units alone", not any(unit.grads for unit in units)):
@@ -133,6 +137,8 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
         images=0,
         ahead_bytes=0,
         staging_bytes=STAGING_UNITS * max(unit.nbytes for unit in units) if apart else 0,
+        saved=0,
+        device_bytes=0,
     )
     return Scenario(config, calls, scenario.seed), list(dict.fromkeys(left_out))
 
@@ -146,12 +152,13 @@ def _expressed_calls(scenario: Scenario, leave: Callable[[str, bool], bool]) -> 
                 leave("exceptions within a pass", call.stop is not None)
                 leave("layer-major micro-batches", bool(call.micro_batches))
                 leave("modules with parameters of several units", any(len(use) > 1 for use in call.uses))
+                leave("forward passes that run again within backward", call.segment > 0)
                 uses = tuple((unit,) for use in call.uses for unit in use)
                 if not call.evaluates:
                     passes += 1
                     if most and leave("steps of other numbers of micro-batches", passes > most):
                         continue
-                yield replace(call, uses=uses, stop=None, micro_batches=())
+                yield Pass(uses, evaluates=call.evaluates, looks=call.looks)
             case Step():
                 if leave("steps of other numbers of micro-batches", passes < (most or 1)):
                     continue

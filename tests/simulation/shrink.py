@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 from infinity.simulation import clock, model
 from infinity.simulation.clock import Tempo
-from infinity.simulation.model import Call, Change, Death, Fault, Look, Pass, RankSpec, Scenario, UnitSpec
+from infinity.simulation.model import Call, Change, Death, Fault, Interrupt, Look, Pass, RankSpec, Scenario, UnitSpec
 from infinity.simulation.run import Outcome, simulate
 
 Run = Callable[[Scenario], Outcome]
@@ -75,9 +75,9 @@ def _without_parts(calls: tuple[Call, ...]) -> Iterator[tuple[Call, ...]]:
 def _without_rank(scenario: Scenario, index: int) -> Scenario:
     ranks = scenario.config.ranks[:index] + scenario.config.ranks[index + 1 :]
     calls = tuple(
-        replace(call, rank=call.rank - (call.rank > index)) if isinstance(call, (Fault, Death)) else call
+        replace(call, rank=call.rank - (call.rank > index)) if isinstance(call, (Fault, Death, Interrupt)) else call
         for call in scenario.calls
-        if not (isinstance(call, (Fault, Death)) and call.rank == index)
+        if not (isinstance(call, (Fault, Death, Interrupt)) and call.rank == index)
     )
     return replace(scenario, config=replace(scenario.config, ranks=ranks), calls=calls)
 
@@ -113,6 +113,12 @@ def _simpler(call: Call) -> Iterator[Call]:
                 yield replace(call, micro_batches=micro_batches[1:])
             if looks:
                 yield replace(call, looks=())
+            if call.absent:
+                yield replace(call, absent=())
+            if call.segment:
+                yield replace(call, segment=0, nested=False)
+            if call.inside:
+                yield replace(call, inside=False)
             if stop is not None:
                 yield replace(call, stop=None)
             for index in range(len(uses) if len(uses) > 1 else 0):

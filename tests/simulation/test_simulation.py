@@ -94,6 +94,13 @@ def test_an_update_that_was_decided_on_before_it_ran_leaves_nothing_to_undo() ->
     assert simulate(scenario).violation is None
 
 
+def test_a_tile_whose_write_has_failed_is_not_read_ahead() -> None:
+    config = Config((UnitSpec(1, moves=False, stored=1),), (RankSpec(0, Tempo(0.0, 10**6)),), "backward", ring=4)
+    one = Pass(((0,),))
+    scenario = Scenario(config, (Fault(0, "states write"), one, Step(), one, Step()), seed=100151)
+    assert simulate(scenario).violation is None
+
+
 def test_the_last_pass_of_a_step_is_told_from_the_others() -> None:
     one, evaluation, step = Pass(((0,),)), Pass(((0,),), evaluates=True), Step()
     calls = (one, one, evaluation, step, one)

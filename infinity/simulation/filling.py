@@ -1,0 +1,158 @@
+"""Optimizer states that come to the device in the middle of a training: the engine's own `Filling` over counted bytes.
+
+What a step needs beside the states grows with its batch, and with its modules, which no input of the model shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from infinity.kernels import scratch_bytes
+from infinity.memory import Budget, DeviceLevel
+from infinity.memory.budget import Ledger
+from infinity.schedule.placement import Shards
+from infinity.simulation.clock import Clock, Operation, Transfer
+from infinity.simulation.invariants import violate
+from infinity.tiers import Memory
+from infinity.zero.filling import Filling
+
+if TYPE_CHECKING:
+    from infinity.simulation.model import Config, Pass, UnitSpec
+
+TILE_BYTES = 16  # of optimizer states
+_ELEMENT_BYTES, _USE_BYTES = 20, 10  # that a step needs
+_HEADROOM = 0.1
+_RULES: Any = SimpleNamespace(
+    grads=SimpleNamespace(holds_all=False, recovers=False, spills=False, stream=False),
+    states=SimpleNamespace(home=Memory.HOST),
+)
+
+
+def need_bytes(call: Pass) -> int:
+    """Device memory that a pass needs beside optimizer states."""
+    return _ELEMENT_BYTES * call.elements + _USE_BYTES * len(call.uses)
+
+
+def device_bytes_of(units: Sequence[UnitSpec], call: Pass) -> int:
+    """Device memory that is enough for a pass, and for the states of all units that come."""
+    tiles = [unit.tiles for unit in units if unit.comes]
+    filled_bytes = sum(tiles) * (TILE_BYTES + 1) + scratch_bytes(max(tiles, default=0))
+    return int((need_bytes(call) + filled_bytes) / (1 - _HEADROOM)) + 2
+
+
+class DeviceMemory:
+    """Memory of the compute device.
+
+    Attributes:
+        versions: of the states of each unit's tiles there.
+    """
+
+    def __init__(self, clock: Clock, config: Config) -> None:
+        self.versions: dict[tuple[int, int], int] = {}
+        self.total_bytes = config.device_bytes
+        self._clock = clock
+        self._units: dict[int, int] = {}  # bytes of states that have come
+        self._from_start = [unit for unit, spec in enumerate(config.units) if spec.on_device]
+        self._refused = config.refused
+        self._most_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self._units.values())
+
+    def level(self) -> DeviceLevel:
+        used_bytes = self.used_bytes
+        return DeviceLevel(self.total_bytes, self.total_bytes - used_bytes, used_bytes, self._most_bytes)
+
+    def compute(self, call: Pass) -> None:
+        """A pass over a batch takes its memory.
+
+        Raises:
+            torch.OutOfMemoryError: there is not as much.
+        """
+        self._most_bytes = max(self._most_bytes, self.used_bytes + need_bytes(call))
+        if self._most_bytes > self.total_bytes:
+            self._most_bytes = self.total_bytes
+            raise torch.OutOfMemoryError("the device has no memory for a batch")
+
+    # As the engine's `DeviceStates` #
+
+    def make_room(self, unit: int, numel: int) -> None:
+        if unit in self._from_start:
+            return
+        self._refused -= 1
+        if not self._refused:
+            raise torch.OutOfMemoryError("the device has no memory in one piece")
+        self._units[unit] = numel * TILE_BYTES
+
+    def give_back(self, unit: int) -> None:
+        self._units.pop(unit, None)
+
+    def download(self, unit: int, start: int, _: int, target: Any) -> Transfer:
+        copy, version = self._clock.start("states download", unit), self.versions.pop((unit, start))
+
+        def end() -> None:
+            target.version = version
+
+        copy.end = end
+        return Transfer(self._clock, copy)
+
+    def upload(self, unit: int, start: int, _: int, source: Any) -> Transfer:
+        copy: Operation = self._clock.start("states upload", unit)
+        version = source.version
+
+        def end() -> None:
+            if source.version != version:
+                violate("race", f"states of unit {unit} change while they are uploaded")
+            self.versions[unit, start] = version
+
+        copy.end = end
+        return Transfer(self._clock, copy)
+
+    def fields(self, _: int) -> None:
+        return None
+
+
+def filling_of(
+    config: Config,
+    device: DeviceMemory,
+    states: Any,
+    least: Callable[[int], int],
+    drain: Callable[[], None],
+    move_states: Callable[..., None],
+) -> Filling | None:
+    """The engine's own, over a rank; None if no states may come.
+
+    Args:
+        least: the smallest of all ranks' values.
+    """
+    coming = [unit for unit, spec in enumerate(config.units) if spec.comes]
+    if not coming:
+        return None
+    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+    numels = [spec.tiles if spec.grads else 0 for spec in config.units]
+    there = frozenset(unit for unit, spec in enumerate(config.units) if spec.on_device)
+    shards = Shards(numels, 1, lambda numel: numel * TILE_BYTES, torch.int8, (), there)
+    runtime = SimpleNamespace(
+        link=SimpleNamespace(forget_peak=nothing, release_cached=nothing, level=device.level),
+        pipeline=SimpleNamespace(before_update=None),
+        ranks=SimpleNamespace(least=least),
+        parts=SimpleNamespace(ranks=SimpleNamespace(least=int)),
+        sizing=SimpleNamespace(rules=_RULES, shards=shards, may_come=coming),
+        executor=SimpleNamespace(drain=drain, move_states=move_states),
+        sums=SimpleNamespace(give_up=nothing),
+        states=states,
+        device=Ledger("device memory", device.total_bytes),
+    )
+    settings = SimpleNamespace(tiering=SimpleNamespace(device_headroom=_HEADROOM, device_memory_bytes=None))
+    return Filling(cast(Any, runtime), Budget("gradients on the device", 0), cast(Any, settings))
+
+
+def check_filled(filling: Filling, device: DeviceMemory) -> None:
+    """The ledger counts the states that have come."""
+    if filling._states.used_bytes != device.used_bytes:
+        violate("ledger", f"{filling._states.used_bytes} bytes of states have come, and {device.used_bytes} are there")
