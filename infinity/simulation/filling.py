@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import torch
 
@@ -44,25 +45,32 @@ def device_bytes_of(units: Sequence[UnitSpec], call: Pass) -> int:
     return int((need_bytes(call) + filled_bytes) / (1 - _HEADROOM)) + 2
 
 
+class Room:
+    """Memory for a unit's states on the device: their versions, by the start of a tile."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.versions: dict[int, int] = {}
+
+
 class DeviceMemory:
     """Memory of the compute device.
 
     Attributes:
-        versions: of the states of each unit's tiles there.
+        is_filling: from now on states come in the middle of the training.
     """
 
     def __init__(self, clock: Clock, config: Config) -> None:
-        self.versions: dict[tuple[int, int], int] = {}
         self.total_bytes = config.device_bytes
+        self.is_filling = False
         self._clock = clock
-        self._units: dict[int, int] = {}  # bytes of states that have come
-        self._from_start = [unit for unit, spec in enumerate(config.units) if spec.on_device]
+        self._come: WeakSet[Room] = WeakSet()
         self._refused = config.refused
         self._most_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        return sum(self._units.values())
+        return sum(room.nbytes for room in self._come)
 
     def level(self) -> DeviceLevel:
         used_bytes = self.used_bytes
@@ -81,19 +89,17 @@ class DeviceMemory:
 
     # As the engine's `DeviceStates` #
 
-    def make_room(self, unit: int, numel: int) -> None:
-        if unit in self._from_start:
-            return
-        self._refused -= 1
-        if not self._refused:
-            raise torch.OutOfMemoryError("the device has no memory in one piece")
-        self._units[unit] = numel * TILE_BYTES
+    def room(self, numel: int) -> Room:
+        room = Room(numel * TILE_BYTES)
+        if self.is_filling:
+            self._refused -= 1
+            if not self._refused:
+                raise torch.OutOfMemoryError("the device has no memory in one piece")
+            self._come.add(room)
+        return room
 
-    def give_back(self, unit: int) -> None:
-        self._units.pop(unit, None)
-
-    def download(self, unit: int, start: int, _: int, target: Any) -> Transfer:
-        copy, version = self._clock.start("states download", unit), self.versions.pop((unit, start))
+    def download(self, states: Room, start: int, _: int, target: Any) -> Transfer:
+        copy, version = self._clock.start("states download", -1), states.versions.pop(start)
 
         def end() -> None:
             target.version = version
@@ -101,20 +107,17 @@ class DeviceMemory:
         copy.end = end
         return Transfer(self._clock, copy)
 
-    def upload(self, unit: int, start: int, _: int, source: Any) -> Transfer:
-        copy: Operation = self._clock.start("states upload", unit)
+    def upload(self, states: Room, start: int, _: int, source: Any) -> Transfer:
+        copy: Operation = self._clock.start("states upload", -1)
         version = source.version
 
         def end() -> None:
             if source.version != version:
-                violate("race", f"states of unit {unit} change while they are uploaded")
-            self.versions[unit, start] = version
+                violate("race", "states change while they are uploaded")
+            states.versions[start] = version
 
         copy.end = end
         return Transfer(self._clock, copy)
-
-    def fields(self, _: int) -> None:
-        return None
 
 
 def filling_of(
@@ -145,6 +148,7 @@ def filling_of(
         sizing=SimpleNamespace(rules=_RULES, shards=shards, may_come=coming),
         executor=SimpleNamespace(drain=drain, move_states=move_states),
         sums=SimpleNamespace(give_up=nothing),
+        grads=SimpleNamespace(units=[None] * len(config.units)),
         states=states,
         device=Ledger("device memory", device.total_bytes),
     )

@@ -265,7 +265,7 @@ class Performer:
         pipeline = SimpleNamespace(move_states=partial(UpdatePipeline.move_states, parts))
         executor: Any = SimpleNamespace(_params=SimpleNamespace(handing_over=self.handing_over), _pipeline=pipeline)
         Executor.move_states(executor, unit, there=there)
-        self.rows[unit].on_device = self.states.store.is_there(unit)
+        self.rows[unit].on_device = self.states.store.units[unit].are_there
 
     def wait_computed(self, ticket: Ticket) -> None:
         """Wait until an update is computed, which now goes before all others."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from infinity.io import Priority, Span
 from infinity.simulation.clock import Clock, Operation, Transfer
-from infinity.simulation.filling import TILE_BYTES, DeviceMemory
+from infinity.simulation.filling import TILE_BYTES, DeviceMemory, Room
 from infinity.simulation.invariants import violate
 from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
@@ -121,7 +121,6 @@ class States:
         written_through: bool,
     ) -> None:
         self._drive = _Drive(clock)
-        self._device = device
         self.store = StateStore(
             [unit.tiles if unit.grads else 0 for unit in units],
             1,
@@ -144,7 +143,8 @@ class States:
             tile.begin_write(tile.home)
             tile.end_write(tile.home)
             if tile.home is _DEVICE:
-                device.versions[tile.unit, tile.start] = 0
+                self._versions_there(tile.unit)[tile.start] = 0
+        device.is_filling = True
 
     def has_slots(self, unit: int) -> bool:
         """An update that is submitted now would keep all old states of the unit on the drive."""
@@ -154,6 +154,10 @@ class States:
         """An update of the tile could be undone; see `Undo.can_undo`."""
         each = self.store.tiles(unit)[tile]
         return self.store.can_undo(each) or each.is_in_memory_alone
+
+    def _versions_there(self, unit: int) -> dict[int, int]:
+        room: Any = self.store.units[unit].fields
+        return cast(Room, room).versions
 
     # Updates #
 
@@ -181,10 +185,10 @@ class States:
         """The device updates a unit whose states it has."""
         with self.store.changing_there(unit):
             for tile in self.store.tiles(unit):
-                version = self._device.versions.get((unit, tile.start))
+                version = self._versions_there(unit).get(tile.start)
                 if version != target - 1:
                     violate("once", f"{tile.name} on the device are at {version}, and become {target}")
-                self._device.versions[unit, tile.start] = target
+                self._versions_there(unit)[tile.start] = target
 
     def let_go(self, tile: Tile) -> list[Operation]:
         """The tile may leave memory; what was not changed to its end is lost."""
@@ -249,7 +253,7 @@ class States:
             if tile.home is _HOST:
                 version = self._memory(tile).version
             elif tile.home is _DEVICE:
-                version = self._device.versions[unit, tile.start]
+                version = self._versions_there(unit)[tile.start]
             else:
                 assert tile.extent is not None
                 extent = tile.extent
