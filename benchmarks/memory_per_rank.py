@@ -130,9 +130,8 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     source = engine._step.gradients.source
     here = [each.collected for each in getattr(source, "_units", ()) if each.collected is not None]
     collected = sum(storage_bytes(each.loan.tensor) for each in here)
-    spare = sum(memory.nbytes for memory in getattr(source, "_spare", ()))
     staging = runtime.arena.used_bytes - homes - own - lent - states
-    return staying + homes, own + lent + collected, states, gathered + spare + staging
+    return staying + homes, own + lent + collected, states, gathered + staging
 
 
 def offloaded(runtime: Any, unit: int) -> bool:

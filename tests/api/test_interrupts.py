@@ -25,9 +25,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 import infinity
 from infinity.integrations.deepspeed import parameters as deepspeeds
-from infinity.schedule.actions import Evict
 from infinity.telemetry import StallCause
-from infinity.tiers import GradStore, Link, Params, Residency, SameMemory
+from infinity.tiers import GradStore, Link, Params, Residency, SameMemory, UnitGrads
 from infinity.tiers.copies import Move
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero import GatheredParameters
@@ -341,8 +340,8 @@ def test_an_interrupted_write_of_a_changed_unit_is_waited_for_by_its_next_evicti
             flat.fill_(7.0)
         monkeypatch.setattr(UnitParams, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            executor._evict(Evict(0))
-        executor._evict(Evict(0))
+            executor._evict(executor.units[0])
+        executor._evict(executor.units[0])
         with executor.resident(0) as flat:
             assert (flat == 7.0).all()
         one_step(engine, AT)
@@ -351,11 +350,11 @@ def test_an_interrupted_write_of_a_changed_unit_is_waited_for_by_its_next_evicti
 def test_an_interrupted_zero_grad_leaves_no_part_of_the_gradients(tmp_path, monkeypatch) -> None:
     drop, calls = GradStore.drop, []
 
-    def interrupted(grads: GradStore, unit: int) -> None:
-        calls.append(unit)
+    def interrupted(grads: GradStore, each: UnitGrads) -> None:
+        calls.append(each)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        drop(grads, unit)
+        drop(grads, each)
 
     case = CASES["deferred-nvme"]
     states = reference(case, tmp_path / "reference")
@@ -386,7 +385,7 @@ def test_an_interrupt_while_updates_are_drained_leaves_no_unit_pinned(tmp_path, 
         monkeypatch.setattr(InFlight, "wait_computed", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.synchronize()
-        assert all(row.params.computed_on.pins == row.update_is_submitted for row in executor.units)
+        assert all(row.params.computed_on.pins == int(row.ticket is not None) for row in executor.units)
         engine.synchronize()
 
 
