@@ -385,11 +385,16 @@ def undo_room(engine: infinity.Engine) -> float:
         return 0.0
     logged, unlogged, needed_bytes = 0, 0, 0
     for row in runtime.executor.units:
-        if not row.is_updated_on_device:
-            numel = runtime.partition.units[row.index].trainable_numel
-            logged += numel if row.undo_bytes else 0
-            unlogged += 0 if row.undo_bytes else numel
-            needed_bytes += row.undo_bytes
+        if row.is_updated_on_device:
+            continue
+        tiles = runtime.states.tiles(row.index)
+        undo_bytes = sum(tile.nbytes for tile in tiles if tile.is_in_memory_alone)
+        if row.params.can_put_back() and (undo_bytes or not row.is_reconstructable):
+            undo_bytes += sum(tile.numel for tile in tiles) * row.params.spec.dtype.itemsize
+        numel = runtime.partition.units[row.index].trainable_numel
+        logged += numel if undo_bytes else 0
+        unlogged += 0 if undo_bytes else numel
+        needed_bytes += undo_bytes
     fits = min(1.0, runtime.pipeline.undoing.images.arena.capacity_bytes / max(1, needed_bytes))
     return (unlogged + fits * logged) / max(1, unlogged + logged)
 
