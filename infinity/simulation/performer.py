@@ -430,17 +430,18 @@ class Performer:
             if row.residency is _FETCHING:
                 self.do(actions.OldParametersNeeded(row.index))
         away = [row for row in ahead if row.residency is _STORED and self._needs_memory(row)]
-        self._undo([row for row in ahead if row not in away], grads=grads)
-        self.spill_ahead()
-        for row in away:  # one by one, since there may not be room for all of them
-            self.do(actions.OldParametersNeeded(row.index))
-            self._undo([row], grads=grads)
-        self.spill_ahead()
-        for row in ahead:
-            self.changed(row)
-            if row.stale:
-                self.do(actions.ParametersStale(row.index))
-            row.stale = False
+        with self.handing_over:
+            self._undo([row for row in ahead if row not in away], grads=grads)
+            self.spill_ahead()
+            for row in away:  # one by one, since there may not be room for all of them
+                self.do(actions.OldParametersNeeded(row.index))
+                self._undo([row], grads=grads)
+            self.spill_ahead()
+            for row in ahead:
+                self.changed(row)
+                if row.stale:
+                    self.do(actions.ParametersStale(row.index))
+                row.stale = False
 
     def changed(self, row: Row) -> None:
         """The unit's values are others now, or will be."""
@@ -450,10 +451,6 @@ class Performer:
         return row.ahead is not None and row.ahead.old_params == "states" and not row.spec.host
 
     def _undo(self, rows: list[Row], *, grads: bool) -> None:
-        with self.handing_over:
-            self._undo_all(rows, grads=grads)
-
-    def _undo_all(self, rows: list[Row], *, grads: bool) -> None:
         tickets = [row.ticket for row in rows if row.ticket is not None]
         for ticket in tickets:
             ticket.recovers = False

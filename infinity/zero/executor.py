@@ -350,16 +350,17 @@ class Executor:
                 self._do(OldParametersNeeded(row.index))
         away = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
         here = [row for row in ahead if row not in away]
-        stale = self._in_flight.undo(here, self._free_gradients, grads=grads)
-        self._spill_ahead()
-        for row in away:  # one by one: there may not be room for all of them
-            self._do(OldParametersNeeded(row.index))
-            self._in_flight.undo([row], self._free_gradients, grads=grads)
-        self._spill_ahead()
-        for row in ahead:
-            self.gathering.changed(row.index)
-            if row in stale:
-                self._do(ParametersStale(row.index))
+        with self._params.handing_over:  # until no copy in memory is newer than what was restored
+            stale = self._in_flight.undo(here, self._free_gradients, grads=grads)
+            self._spill_ahead()
+            for row in away:  # one by one: there may not be room for all of them
+                self._do(OldParametersNeeded(row.index))
+                self._in_flight.undo([row], self._free_gradients, grads=grads)
+            self._spill_ahead()
+            for row in ahead:
+                self.gathering.changed(row.index)
+                if row in stale:
+                    self._do(ParametersStale(row.index))
 
     def undo_all(self, *, grads: bool = True) -> bool:
         """Roll back all speculative updates. Return whether there were any."""

@@ -30,6 +30,7 @@ from infinity.tiers import GradStore, Link, Params, Residency, SameMemory, UnitG
 from infinity.tiers.copies import Move
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero import GatheredParameters
+from infinity.zero.executor import Executor
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
 from infinity.zero.unit import Unit
@@ -368,6 +369,26 @@ def test_an_interrupted_zero_grad_leaves_no_part_of_the_gradients(tmp_path, monk
             engine.step()
         one_step(engine, AT)
         assert State.of(engine).equals(states[AT + 1])
+
+
+def test_an_interrupt_before_stale_copies_are_dropped_stops_the_engine(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Foresight, "runs_ahead", True)
+    spill_ahead, left = Executor._spill_ahead, [KeyboardInterrupt()]
+
+    def interrupted(executor: Executor) -> None:
+        spill_ahead(executor)
+        if left:
+            raise left.pop()
+
+    with engine_at(Case("speculative", "nvme", host_memory=106_496, clipping=1e6), tmp_path) as engine:
+        one_step(engine, AT)
+        engine.backward(engine(data(AT + 1, 0)))
+        assert engine._runtime.executor._in_flight.ahead
+        monkeypatch.setattr(Executor, "_spill_ahead", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.zero_grad()
+        with pytest.raises(infinity.InfinityError, match="has stopped after an error"):
+            one_step(engine, AT + 1)
 
 
 def test_an_interrupt_while_updates_are_drained_leaves_no_unit_pinned(tmp_path, monkeypatch) -> None:

@@ -31,6 +31,10 @@ def test_fixed_seeds_break_no_promise(seed: int) -> None:
     assert simulate(draw(seed)).violation is None
 
 
+def test_an_interrupt_before_stale_copies_are_dropped_stops_the_engine() -> None:
+    assert simulate(draw(1795857430249, steps=60, deaths=0.5)).violation is None
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found(name: str) -> None:
     assert find(name, _MUTANT_S) is not None, MUTANTS[name].why
