@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,7 +14,39 @@ from infinity.tiers.grads import UnitGrads
 from infinity.tiers.norms import Norms
 
 
-class DeviceGrads:
+@dataclass(eq=False)
+class _DeviceBuffers:
+    """Flat buffers on the device, one for each unit while there is room.
+
+    Args:
+        units: the gradients of all units.
+        dtype: dtype of the buffers.
+        budget: device memory for them.
+        device: the device that computes the gradients.
+        handing_over: see [Note: hand-overs] in hand_over.py.
+    """
+
+    units: Sequence[UnitGrads]
+    dtype: torch.dtype
+    budget: Budget
+    device: torch.device
+    handing_over: HandingOver
+
+    def lacks_capacity(self, each: UnitGrads) -> bool:
+        """Whether the budget has too little room for the unit's gradients."""
+        return not self.budget.fits(self._nbytes(each))
+
+    def _nbytes(self, each: UnitGrads) -> int:
+        return each.numel * self.dtype.itemsize
+
+    def _allocated(self, each: UnitGrads, what: str) -> torch.Tensor:
+        """Return a new buffer for the unit, which has room; call this in the hand-over that keeps it."""
+        self.budget.take(self._nbytes(each), f"{what} of unit {each.unit}")
+        return torch.empty(each.numel, dtype=self.dtype, device=self.device)
+
+
+@dataclass(eq=False)
+class DeviceGrads(_DeviceBuffers):
     """Flat gradient buffers of units that are updated on the device, from the first gradient to the end of the update.
 
     The methods are those of `GradStore`, without a hand-over: an update on the device reads the buffer and drops it.
@@ -21,32 +54,10 @@ class DeviceGrads:
     once.
 
     Args:
-        units: the gradients of all units.
-        dtype: dtype in which gradients are held.
-        budget: device memory for them.
-        device: the device that computes them.
         norms: of parameters' gradients, measured on the device; closed by its creator.
-        handing_over: see [Note: hand-overs] in hand_over.py.
-
-    Attributes:
-        budget: the argument `budget`.
     """
 
-    def __init__(
-        self,
-        units: Sequence[UnitGrads],
-        dtype: torch.dtype,
-        budget: Budget,
-        device: torch.device,
-        norms: Norms,
-        handing_over: HandingOver,
-    ) -> None:
-        self.norms = norms
-        self._units = units
-        self._dtype = dtype
-        self.budget = budget
-        self._device = device
-        self._handing_over = handing_over
+    norms: Norms
 
     # Adding #
 
@@ -55,9 +66,8 @@ class DeviceGrads:
         if each.there is None:
             if self.lacks_capacity(each):
                 return None
-            with self._handing_over:
-                self.budget.take(self._nbytes(each), f"gradients of unit {each.unit}")
-                each.there = torch.empty(each.numel, dtype=self._dtype, device=self._device)
+            with self.handing_over:
+                each.there = self._allocated(each, "gradients")
         return each.there
 
     def measure(self, each: UnitGrads, index: int, values: torch.Tensor) -> Transfer:
@@ -81,68 +91,36 @@ class DeviceGrads:
         return each.there is not None
 
     def drop(self, each: UnitGrads) -> None:
-        with self._handing_over:
+        with self.handing_over:
             each.there = each.measured = None
             self.budget.give(self._nbytes(each))
 
-    # Room #
-
-    def lacks_capacity(self, each: UnitGrads) -> bool:
-        """Whether the budget has too little room for the unit's gradients."""
-        return not self.budget.fits(self._nbytes(each))
-
-    def _nbytes(self, each: UnitGrads) -> int:
-        return each.numel * self._dtype.itemsize
-
     def close(self) -> None:
-        for each in self._units:
+        for each in self.units:
             each.there = each.measured = None
 
 
-class DeviceSums:
+@dataclass(eq=False)
+class DeviceSums(_DeviceBuffers):
     """Sums of gradients over a step's micro-batches, which leave the device once.
 
-    They are flat buffers, one for each unit while there is room, reused in every step.
-
-    All work on them runs in the order of the compute stream. Downloads must end before the next step adds its first
-    gradient. This holds if a step knows the norm of its gradients before it ends.
-
-    Args:
-        units: the gradients of all units.
-        dtype: dtype in which gradients are summed.
-        budget: device memory for them.
-        device: the device that computes them.
-        handing_over: see [Note: hand-overs] in hand_over.py.
+    The buffers are reused in every step. All work on them runs in the order of the compute stream. Downloads must end
+    before the next step adds its first gradient. This holds if a step knows the norm of its gradients before it ends.
 
     Attributes:
         sums: of a step, by unit and part; views of the units' buffers. Removed by the reader, so that the next gradient
             begins a new one.
     """
 
-    def __init__(
-        self,
-        units: Sequence[UnitGrads],
-        dtype: torch.dtype,
-        budget: Budget,
-        device: torch.device,
-        handing_over: HandingOver,
-    ) -> None:
-        self._units = units
-        self._dtype = dtype
-        self._budget = budget
-        self._device = device
-        self._handing_over = handing_over
-        self.sums: dict[tuple[UnitGrads, int], torch.Tensor] = {}
+    sums: dict[tuple[UnitGrads, int], torch.Tensor] = field(default_factory=dict)
 
     def make_room(self, each: UnitGrads) -> bool:
         """Allocate a buffer for the unit's gradients if it has none. Return False without room."""
         if each.sum is None:
-            nbytes = each.numel * self._dtype.itemsize
-            if not self._budget.fits(nbytes):
+            if self.lacks_capacity(each):
                 return False
-            with self._handing_over:
-                self._budget.take(nbytes, f"sums of gradients of unit {each.unit}")
-                each.sum = torch.empty(each.numel, dtype=self._dtype, device=self._device)
+            with self.handing_over:
+                each.sum = self._allocated(each, "sums of gradients")
         return True
 
     def add(self, each: UnitGrads, part: int, start: int, grad: torch.Tensor) -> None:
@@ -156,13 +134,13 @@ class DeviceSums:
 
     def give_up(self, each: UnitGrads) -> None:
         """Free the unit's buffer, because its gradients stay on the device from now on."""
-        with self._handing_over:
+        with self.handing_over:
             buffer, each.sum = each.sum, None
             if buffer is not None:
-                self._budget.give(buffer.nbytes)
+                self.budget.give(buffer.nbytes)
         self.sums = {key: sum_ for key, sum_ in self.sums.items() if key[0] is not each}
 
     def close(self) -> None:
-        for each in self._units:
+        for each in self.units:
             each.sum = None
         self.sums.clear()

@@ -401,7 +401,7 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     budgets, handing_over = memory.there, memory.arena.handing_over
     there = None
     if sizing.there or sizing.may_come:
-        there = DeviceGrads(grads.units, grads.dtype, budgets.grads, device, grads.norms, handing_over)
+        there = DeviceGrads(grads.units, grads.dtype, budgets.grads, device, handing_over, grads.norms)
     sums = DeviceSums(grads.units, grads.dtype, budgets.sums, device, handing_over)
     return _Held(params, grads, there, sums, files, images)
 
