@@ -45,7 +45,7 @@ def device_bytes_of(units: Sequence[UnitSpec], call: Pass) -> int:
     return int((need_bytes(call) + filled_bytes) / (1 - _HEADROOM)) + 2
 
 
-class Room:
+class DeviceRoom:
     """Memory for a unit's states on the device: their versions, by the start of a tile."""
 
     def __init__(self, nbytes: int) -> None:
@@ -64,7 +64,7 @@ class DeviceMemory:
         self.total_bytes = config.device_bytes
         self.is_filling = False
         self._clock = clock
-        self._come: WeakSet[Room] = WeakSet()
+        self._come: WeakSet[DeviceRoom] = WeakSet()
         self._refused = config.refused
         self._most_bytes = 0
 
@@ -89,8 +89,8 @@ class DeviceMemory:
 
     # As the engine's `DeviceStates` #
 
-    def room(self, numel: int) -> Room:
-        room = Room(numel * TILE_BYTES)
+    def room(self, numel: int) -> DeviceRoom:
+        room = DeviceRoom(numel * TILE_BYTES)
         if self.is_filling:
             self._refused -= 1
             if not self._refused:
@@ -98,7 +98,7 @@ class DeviceMemory:
             self._come.add(room)
         return room
 
-    def download(self, states: Room, start: int, _: int, target: Any) -> Transfer:
+    def download(self, states: DeviceRoom, start: int, _: int, target: Any) -> Transfer:
         copy, version = self._clock.start("states download", -1), states.versions.pop(start)
 
         def end() -> None:
@@ -107,7 +107,7 @@ class DeviceMemory:
         copy.end = end
         return Transfer(self._clock, copy)
 
-    def upload(self, states: Room, start: int, _: int, source: Any) -> Transfer:
+    def upload(self, states: DeviceRoom, start: int, _: int, source: Any) -> Transfer:
         copy: Operation = self._clock.start("states upload", -1)
         version = source.version
 

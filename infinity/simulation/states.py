@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from infinity.io import Priority, Span
 from infinity.simulation.clock import Clock, Operation, Transfer
-from infinity.simulation.filling import TILE_BYTES, DeviceMemory, Room
+from infinity.simulation.filling import TILE_BYTES, DeviceMemory, DeviceRoom
 from infinity.simulation.invariants import violate
 from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
@@ -107,7 +107,8 @@ class States:
         written_through: each tile has.
 
     Attributes:
-        tiles: those of each unit.
+        store, ring: the engine's.
+        protected: versions of tiles on the drive that must stay there.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class States:
 
     def _versions_there(self, unit: int) -> dict[int, int]:
         room: Any = self.store.units[unit].fields
-        return cast(Room, room).versions
+        return cast(DeviceRoom, room).versions
 
     # Updates #
 
