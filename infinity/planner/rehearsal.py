@@ -14,6 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 from infinity.memory import Budget
 from infinity.planner.lanes import Machine, Process, Speeds, Task, Until
@@ -526,13 +527,13 @@ class Stage:
         """Take room in the undo log, as the engine does (`InFlight.can_run_ahead`). Return how many of the unit's tiles
         can be updated speculatively."""
         nbytes = row.work.undo_bytes
-        later = [each for each in self._submitted if each.kept_bytes and each.ticket and each.ticket.needed > needed]
-        later = [each for each in later if each.ticket and not each.ticket.chosen]
-        if nbytes > self._undo_free_bytes + sum(each.kept_bytes for each in later):
+        tickets = {each: each.ticket for each in self._submitted if each.kept_bytes and each.ticket is not None}
+        later = [(ticket.needed, each) for each, ticket in tickets.items() if not ticket.chosen]
+        later = sorted((pair for pair in later if pair[0] > needed), key=itemgetter(0))
+        if nbytes > self._undo_free_bytes + sum(each.kept_bytes for _, each in later):
             return row.work.slotted
-        later.sort(key=lambda each: each.ticket.needed if each.ticket else 0)
         while nbytes > self._undo_free_bytes:
-            self._withdraw(later.pop())
+            self._withdraw(later.pop()[1])
         row.kept_bytes = nbytes
         self._undo_free_bytes -= nbytes
         return len(row.work.tiles)

@@ -70,7 +70,7 @@ class DeviceBudgets:
         params: units that come and go.
         grads: gradients that stay until their update.
         sums: those of several micro-batches, which leave once, or are sent to the replicas once.
-        advice: says what to raise in the configuration for so many more bytes of `params`.
+        advice: returns which setting to raise to have this many more bytes in `params`.
     """
 
     ledger: Ledger

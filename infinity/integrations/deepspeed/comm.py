@@ -26,7 +26,7 @@ def init_distributed(*args: Any, **more: Any) -> None:
 
     Raises:
         AssertedConfigError: it must not, and nobody has.
-        ConfigError: accelerate, which calls this as it counts the ranks, counts one of several.
+        ConfigError: accelerate counts one process, and several ranks were started.
     """
     check_accelerate()
     given = inspect.signature(front.init_distributed).bind(*args, **more).arguments
