@@ -25,13 +25,17 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 COMMAND_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-CHECKPOINT_BLOCKS = [match.group(2) for match in BLOCK.finditer((ROOT / "docs/checkpoints.md").read_text())]
+
+
+def examples(page: str) -> list[str]:
+    """Return the blocks of Python of a page, in order; there is at least one."""
+    blocks = [code for _, code in BLOCK.findall((ROOT / page).read_text())]
+    assert blocks, page
+    return blocks
 
 
 def test_configuration_examples_run() -> None:
-    blocks = BLOCK.findall((ROOT / "docs/configuration.md").read_text())
-    assert blocks
-    for _, code in blocks:
+    for code in examples("docs/configuration.md"):
         exec(code, {})
 
 
@@ -39,27 +43,34 @@ def test_the_readme_and_the_checkpoint_examples_run(tmp_path, monkeypatch) -> No
     """In order, with a small model in the place of the one that is loaded."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (_, readme), *_ = BLOCK.findall((ROOT / "README.md").read_text())
-    code = readme.replace("from transformers import AutoModelForCausalLM\n", "").replace(
-        'AutoModelForCausalLM.from_pretrained("my-model")', "small_model()"
+    code = (
+        examples("README.md")[0]
+        .replace("from transformers import AutoModelForCausalLM\n", "")
+        .replace('AutoModelForCausalLM.from_pretrained("my-model")', "small_model()")
     )
     assert "small_model()" in code
     ending = "engine.close()\n"
     assert code.endswith(ending)
     scope = {"small_model": tiny_gpt2, "batches": [{"input_ids": ids, "labels": ids} for ids in batches(2)]}
     exec(code.removesuffix(ending), scope)
-    first, second, export, load = CHECKPOINT_BLOCKS
-    exec(first, scope)
+    save_and_load, in_background = examples("docs/how-to/save-and-resume.md") + examples(
+        "docs/how-to/save-without-waiting.md"
+    )
+    (read,) = examples("docs/checkpoints.md")
+    (export,) = examples("docs/how-to/export-a-model.md")
+    _, change = examples("docs/how-to/load-or-build-a-large-model.md")
+    exec(save_and_load, scope)
     assert scope["client_state"] == {"epoch": 1}
-    exec(second.replace("global_step0", "global_step2"), scope)
+    exec(in_background, scope)
+    exec(read.replace("global_step0", "global_step2"), scope)
     exec(export, scope)
     exec(ending, scope)
-    exec(load + ending, scope | {"config": Recipe("bf16").config(Placement())})
+    exec(change.replace("my-model", "exported") + ending, scope | {"config": Recipe("bf16").config(Placement())})
 
 
 def test_the_example_of_crash_consistent_steps_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = [code for _, code in BLOCK.findall((ROOT / "docs/tiers.md").read_text()) if "crash_consistent" in code]
+    (code,) = [code for code in examples("docs/tiers.md") if "crash_consistent" in code]
     stopped = code.replace("engine.end_run()", "").replace("global_steps < 10", "global_steps < 4")
     exec(stopped, {})
     scope: dict[str, object] = {}
@@ -70,14 +81,14 @@ def test_the_example_of_crash_consistent_steps_runs(tmp_path, monkeypatch) -> No
 
 def test_the_timeline_example_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ((_, code),) = BLOCK.findall((ROOT / "docs/timeline.md").read_text())
+    (code,) = examples("docs/timeline.md")
     exec(code, {"model": tiny_gpt2(), "batches": [{"input_ids": ids, "labels": ids} for ids in batches(6)]})
     assert main(["timeline", "trace.json", "--steps", "3-4"]) == 0
     assert main(["timeline", "trace.json", "--steps", "6"]) == 2
 
 
 def test_the_example_of_the_migration_page_runs() -> None:
-    ((_, code),) = BLOCK.findall((ROOT / "docs/migration-from-deepspeed.md").read_text())
+    (code,) = examples("docs/migration-from-deepspeed.md")
     config = Recipe().config(Placement())
     scope = {"model": tiny_gpt2(), "config": config, "batches": [{"input_ids": i, "labels": i} for i in batches(2)]}
     exec(code + "steps = engine.global_steps\nengine.destroy()\n", scope)
@@ -92,7 +103,8 @@ def test_the_examples_of_pretrained_weights_run(tmp_path, monkeypatch) -> None:
     scope = {"config": config, "batches": [{"input_ids": i, "labels": i} for i in batches(2)], "prompts": batches(1)[0]}
     scope |= {"save_adapters": save_adapters, "torch": torch}
     scope["prompts"] = scope["prompts"][:, :4]
-    lora, adapters, inference = (code for _, code in BLOCK.findall((ROOT / "docs/pretrained.md").read_text()))
+    lora, adapters = examples("docs/how-to/fine-tune-with-lora.md")
+    (inference,) = examples("docs/how-to/run-inference.md")
     fresh = lora[: lora.index("engine,")]
     exec(lora.replace("engine.close()", 'save_adapters(engine, "adapter")\nengine.close()'), scope)
     exec(fresh + adapters, scope)
