@@ -9,10 +9,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import infinity
 from infinity.cli import train
 from infinity.cli.main import COMMANDS, main
 from infinity.config import load_config
@@ -70,7 +72,7 @@ def test_the_readme_and_the_checkpoint_examples_run(tmp_path, monkeypatch) -> No
 
 def test_the_example_of_crash_consistent_steps_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = [code for code in examples("docs/tiers.md") if "crash_consistent" in code]
+    (code,) = examples("docs/how-to/resume-every-step.md")
     stopped = code.replace("engine.end_run()", "").replace("global_steps < 10", "global_steps < 4")
     exec(stopped, {})
     scope: dict[str, object] = {}
@@ -81,18 +83,27 @@ def test_the_example_of_crash_consistent_steps_runs(tmp_path, monkeypatch) -> No
 
 def test_the_timeline_example_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = examples("docs/timeline.md")
-    exec(code, {"model": tiny_gpt2(), "batches": [{"input_ids": ids, "labels": ids} for ids in batches(6)]})
+    stalls, code = examples("docs/how-to/see-why-a-step-is-slow.md")
+    scope = {"model": tiny_gpt2(), "batches": [{"input_ids": ids, "labels": ids} for ids in batches(6)]}
+    exec(code.replace("engine.close()", stalls + "engine.close()"), scope)
     assert main(["timeline", "trace.json", "--steps", "3-4"]) == 0
     assert main(["timeline", "trace.json", "--steps", "6"]) == 2
 
 
-def test_the_example_of_the_migration_page_runs() -> None:
+def test_the_examples_of_migration_and_of_changing_parameters_run() -> None:
     (code,) = examples("docs/migration-from-deepspeed.md")
+    change = examples("docs/how-to/read-and-change-parameters.md")[0]
     config = Recipe().config(Placement())
-    scope = {"model": tiny_gpt2(), "config": config, "batches": [{"input_ids": i, "labels": i} for i in batches(2)]}
-    exec(code + "steps = engine.global_steps\nengine.destroy()\n", scope)
-    assert scope["steps"] == 2
+    scope: dict[str, Any] = {"model": tiny_gpt2(), "config": config}
+    scope["batches"] = [{"input_ids": i, "labels": i} for i in batches(2)]
+    exec(code, scope)
+    engine: infinity.Engine = scope["engine"]
+    assert engine.global_steps == 2
+    before = dict(engine.named_parameters())
+    exec(change, scope | {"torch": torch, "infinity": infinity})
+    changed = [name for name, value in engine.named_parameters() if not torch.equal(value, before[name])]
+    assert changed == ["transformer.wte.weight"]
+    engine.destroy()
 
 
 def test_the_examples_of_pretrained_weights_run(tmp_path, monkeypatch) -> None:
@@ -116,7 +127,8 @@ def test_the_examples_of_pretrained_weights_run(tmp_path, monkeypatch) -> None:
 
 def test_the_commands_of_the_cluster_recipes_are_ours(monkeypatch, tmp_path) -> None:
     yaml = pytest.importorskip("yaml")
-    page = (ROOT / "docs/clusters.md").read_text()
+    pages = ("run-in-docker-or-kubernetes.md", "train-on-several-machines.md")
+    page = "".join((ROOT / "docs/how-to" / name).read_text() for name in pages)
     (manifest,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     service, job = yaml.safe_load_all(manifest)
     pod = job["spec"]["template"]["spec"]
@@ -132,7 +144,7 @@ def test_the_commands_of_the_cluster_recipes_are_ours(monkeypatch, tmp_path) -> 
     for command in re.findall(r"^.*?\binfinity (run .*)$", shell, re.MULTILINE):
         words = shlex.split(re.sub(r"\$\{?[A-Z_:/\-]+\w*\}?", "2", command))
         main(words)
-    assert len(started) == 3
+    assert len(started) == 4
     parser = argparse.ArgumentParser()
     train.add_parser(parser.add_subparsers())
     for command in started:

@@ -1,4 +1,4 @@
-"""The examples of docs/multi-gpu.md run; the first on ranks that the command line starts."""
+"""The examples of the pages on several ranks run; the first on ranks that the command line starts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tests.behaviour.test_pipelining import needs_scale_grads
 from tests.integrations.processes import ROOT, output, ranks, run
 from tests.schedule.test_budget import NEEDS
 
-PAGE = (ROOT / "docs/multi-gpu.md").read_text()
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+PAGES = [ROOT / "docs/how-to" / name for name in ("train-on-several-gpus.md", "combine-parallelisms.md")]
+EXAMPLES = [
+    code for page in PAGES for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+]
 MODEL = """
 from tests.behaviour.reference import batches, tiny_gpt2 as make_model
 
