@@ -18,8 +18,6 @@ import infinity
 from infinity.cli import train
 from infinity.cli.main import COMMANDS, main
 from infinity.config import load_config
-from infinity.config.keys import DEPRECATED, NO_EFFECT, REFUSED
-from infinity.config.load import known_keys
 from infinity.integrations import save_adapters
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2, tiny_llama
 
@@ -173,18 +171,6 @@ def test_the_commands_of_the_readme_and_the_tutorials_parse(page) -> None:
 def test_links_between_pages_lead_somewhere(page) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
-
-
-def test_every_configuration_key_is_documented() -> None:
-    text = (ROOT / "docs/configuration.md").read_text()
-    for table in (NO_EFFECT, REFUSED):
-        for key, reason in table.items():
-            assert f"| `{key}` | {reason} |" in text
-    for key in DEPRECATED:
-        assert f"`{key}`" in text
-    for key, (section, _) in known_keys():
-        is_listed = f"`{key}`" in text or key.split(".")[-1] in ("path", "capacity", "bandwidth")
-        assert section is not None or is_listed or key.startswith("bfloat16"), key
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.name)

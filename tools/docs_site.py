@@ -1,15 +1,23 @@
-"""Hooks of mkdocs: the README is the first page, and what lies outside of docs/ is named where it cannot be linked."""
+"""Hooks of mkdocs: the README is the first page, parts of the reference are made from the code, links are adapted.
+
+What lies outside of docs/ is named where it cannot be linked.
+"""
 
 from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # mkdocs runs this file alone
+
+from tools.reference import filled  # noqa: E402
+
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?!https?:|#|mailto:)[^)\s]+)\)")
 
 
@@ -21,7 +29,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str:
-    """Replace links to other files of the source by their names."""
+    """Put in the generated parts, and replace links to other files of the source by their names."""
     here = ROOT / ("README.md" if page.file.src_uri == "index.md" else f"docs/{page.file.src_uri}")
 
     def named(link: re.Match[str]) -> str:
@@ -36,4 +44,4 @@ def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str
         name = found.relative_to(ROOT).as_posix()
         return text if name in text else f"{text} (`{name}`)"
 
-    return _OUTSIDE.sub(named, markdown)
+    return _OUTSIDE.sub(named, filled(markdown))
