@@ -66,7 +66,7 @@ class Accessors:
         return None if self.config.autocast is None else DTYPES[self.config.autocast]
 
     def get_lr(self) -> list[float]:
-        """Learning rate of every parameter group."""
+        """Return the learning rate of every parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     # Micro-batches #
@@ -76,12 +76,13 @@ class Accessors:
         return self._step.counter.ends_step
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the backward pass that comes is the last of its step, in place of counting calls of `step()`.
+        """Set whether the next backward pass is the last of its step, instead of counting calls of `step()`.
 
-        Call it before every micro-batch's backward, and `step()` after the last one; it holds until it is called again.
+        Call it before the backward pass of every micro-batch, and `step()` after the last one. The value stays
+        until the next call.
 
         Raises:
-            InfinityError: gradients of several passes have no room under this configuration.
+            InfinityError: no memory is reserved for the gradients of several passes under this configuration.
         """
         if not is_boundary and not self._runtime.sizing.rules.grads.holds_all:
             raise InfinityError(
@@ -93,12 +94,13 @@ class Accessors:
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backward passes inside make one step: their gradients are added up, and `step()` follows behind.
+        """Add up the gradients of the backward passes in this context. Call `step()` after it.
 
-        They are reduced over the ranks as they come, so this saves no communication here.
+        Gradients are reduced over the ranks in every pass, so this saves no communication.
 
         Raises:
-            InfinityError: gradients of several passes have no room under this configuration; `step()` is called inside.
+            InfinityError: no memory is reserved for the gradients of several passes under this configuration; or
+                `step()` was called inside the context.
         """
         if not self._runtime.sizing.rules.grads.holds_all:
             raise InfinityError(

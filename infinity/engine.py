@@ -119,17 +119,17 @@ class Engine(Accessors):
 
     @property
     def global_steps(self) -> int:
-        """Updates so far, skipped ones included."""
+        """The number of steps so far, with the skipped ones."""
         return self._step.counter.counts.global_steps
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches so far: calls of `step()`."""
+        """The number of micro-batches so far, which is the number of calls of `step()`."""
         return self._step.counter.counts.micro_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Updates that were left out because gradients were not finite."""
+        """The number of steps whose update was skipped, because gradients were not finite."""
         return self._step.counter.counts.skipped_steps
 
     @property
@@ -139,7 +139,7 @@ class Engine(Accessors):
 
     @property
     def monitor(self) -> Monitor:
-        """Where the configuration's `tensorboard`, `wandb` and `csv_monitor` are written to; rank 0 writes."""
+        """The writer of `tensorboard`, `wandb` and `csv_monitor`; see its `write_events`. Only rank 0 writes."""
         return self._runtime.monitor
 
     # Training loop #
@@ -149,7 +149,7 @@ class Engine(Accessors):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward, with each unit in memory while it is needed."""
+        """Run the model's forward pass, as `engine(...)` does. Each unit is in memory while it is used."""
         training = torch.is_grad_enabled()
         if self.config.casts_inputs:
             args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))
@@ -223,17 +223,20 @@ class Engine(Accessors):
         return torch.autocast(self.device.type, dtype, cache_enabled=False)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Run backward on `loss` divided by the gradient accumulation steps.
+        """Run the backward pass of a micro-batch.
 
         Args:
-            scale_wrt_gas: False if it has been divided already.
+            loss: a scalar tensor that the forward pass of the engine has computed. It is divided by the gradient
+                accumulation steps here, and in fp16 multiplied by the loss scale.
+            retain_graph: as in `torch.Tensor.backward`.
+            scale_wrt_gas: False if the loss is already divided by the gradient accumulation steps.
 
         Returns:
-            The loss, as it was given.
+            `loss` itself, not divided.
 
         Raises:
-            NonFiniteError: the loss (or, under the `backward` schedule, a gradient) is NaN or infinite and the
-                schedule has no way to leave the step out. Nothing has been changed by this loss.
+            NonFiniteError: under the schedule `backward`, the loss is NaN or infinite, and nothing was changed; or a
+                gradient is, and the engine has stopped if other units were updated before.
             InfinityError: the parameters have been updated by an earlier backward pass of this step.
         """
         self.optimizer.check_trains()
@@ -250,15 +253,17 @@ class Engine(Accessors):
         return loss
 
     def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """What a backward pass of the user's own begins with: `engine.scale(loss).backward()`.
+        """Return the loss to call `backward()` on in a loop of your own: `engine.scale(loss).backward()`.
 
-        The loss divided by the gradient accumulation steps and ranks, and in fp16 training times the loss scale.
-        Without fp16, `loss.backward()` trains alike.
+        It is the loss divided by the gradient accumulation steps and the ranks, and in fp16 multiplied by the loss
+        scale. Without fp16, `loss.backward()` has the same effect.
         """
         return self._step.losses.scale(loss, whole_step=not scale_wrt_gas)
 
     def step(self) -> None:
-        """Count a micro-batch; at the last of a step, update the parameters and the learning rate.
+        """Count a micro-batch. After the last one of a step, update the parameters and step the LR schedule.
+
+        At stage 3, or if `tiering.update_schedule` is set, updates may still run when this returns.
 
         Raises:
             InfinityError: inside `no_sync`, or after a backward pass that failed.
@@ -269,18 +274,18 @@ class Engine(Accessors):
             self._step.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step that is under way.
+        """Drop the gradients of the current step. Its micro-batches stay counted.
 
         Raises:
-            InfinityError: under the update schedule `backward`, they have updated parameters already.
+            InfinityError: under the update schedule `backward`, these gradients have already updated parameters.
         """
         self._step.drop()
 
     def train_batch(self, micro_batches: Iterable[Any], loss_fn: LossFn | None = None) -> torch.Tensor:
-        """Forward, backward and `step` of one whole training step.
+        """Run forward, backward and `step` of all micro-batches of one step.
 
-        Under `tiering.accumulation: "layer"` all micro-batches go through a block before the next block is fetched, see
-        docs/tiers.md; the gradients are the same, up to the order of sums where blocks share weights or activations.
+        With `tiering.accumulation: "layer"`, all micro-batches go through a block before the next block is fetched: see
+        docs/how-to/accumulate-gradients.md, also for what that changes in the numbers.
 
         Args:
             micro_batches: `gradient_accumulation_steps` of them are taken. A mapping is the model's keyword arguments,
@@ -318,7 +323,9 @@ class Engine(Accessors):
 
     @contextmanager
     def driven_step(self) -> Iterator[None]:
-        """Train one step whose passes something else runs inside, such as a schedule of `torch.distributed.pipelining`.
+        """Train one step in this context, whose forward and backward passes other code runs.
+
+        An example of such code is a schedule of `torch.distributed.pipelining`.
 
         Each of the `gradient_accumulation_steps` micro-batches has its forward through `module`; its backward begins
         with `scale(loss)`. The update follows at the end of the context.
@@ -353,9 +360,9 @@ class Engine(Accessors):
             )
 
     def synchronize(self) -> None:
-        """Carry out every pending update and wait for it and its writes.
+        """Block until all pending updates are computed and written.
 
-        Under `tiering.crash_consistent` the last step is committed then.
+        With `tiering.crash_consistent`, also until the last step is committed.
 
         Raises:
             StorageError: a read or write of the NVMe tier failed.
@@ -366,10 +373,10 @@ class Engine(Accessors):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside this context, `backward` adds to this rank's gradients, and nothing is reduced over the ranks.
+        """Skip the reduction of gradients over the ranks in this context.
 
-        The next `backward` outside of it reduces the sum; `step()` belongs after that one. Each loss counts
-        `1 / gradient_accumulation_steps`, as everywhere.
+        `backward` adds to this rank's gradients. The next `backward` outside of the context reduces the sum; call
+        `step()` after that one. Each loss is divided by `gradient_accumulation_steps`, as outside.
 
         Raises:
             InfinityError: at stages 2 and 3 on several ranks, where a rank has no room for gradients that are not its
@@ -433,20 +440,23 @@ class Engine(Accessors):
     # What users ask for #
 
     def stats(self) -> StepStats:
-        """What the last step cost."""
+        """Return what the last step cost: seconds by phase, bytes moved, waits by cause, peaks of memory."""
         return self._step.last.stats
 
     def tiers(self) -> dict[str, Level]:
-        """How full `device`, `host` and `nvme` are now, where they have a budget."""
+        """Return how full the tiers with a budget are now: `device`, `host`, `nvme`.
+
+        Each has `used_bytes`, `peak_bytes` (the most so far) and `capacity_bytes`.
+        """
         return self._runtime.tiers()
 
     def tell(self, *, steps: int | None = None, tokens: int | None = None, loss: float | None = None) -> None:
-        """Say to whoever watches this run (`infinity top`) what the engine does not know.
+        """Report to `infinity top` what the engine does not know.
 
         Args:
-            steps: at which training will end.
-            tokens: of a step, over all ranks.
-            loss: of the last step, where the engine does not see it or would have to wait for the device.
+            steps: the number of the last step of the training.
+            tokens: tokens of a step, over all ranks.
+            loss: the loss of the last step, if the engine does not see it, or would have to wait for the device.
         """
         said = {"steps": steps, "tokens": tokens}
         last = self._step.last
@@ -455,7 +465,7 @@ class Engine(Accessors):
             last.loss = float(loss)
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping."""
+        """Return the global L2 norm of the last step's gradients before clipping; None if it was not computed."""
         outcome = self._step.last.outcome
         return None if outcome is None else outcome.grad_norm
 
@@ -467,11 +477,14 @@ class Engine(Accessors):
         return self.train(False)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the newest values in compute dtype in host memory, in the model's order, on all ranks together.
+        """Yield (name, value) of every parameter, in the model's order. All ranks call this together.
 
-        Parameters that are integers or other codes have their own dtype.
-        At most a unit is read ahead. Where a parameter has a gradient, its copy has what stands in for one: every use
-        of it raises.
+        A value is a copy in host memory, in the parameter's shape and the compute dtype, after all updates so far.
+        Parameters of integers or other codes keep their own dtype. One unit is read ahead at most. If a parameter has a
+        gradient, the `grad` of its copy is a placeholder: every use of it raises an error.
+
+        Raises:
+            InfinityError: under the schedule `backward`, between the last backward pass of a step and `step()`.
         """
         for name, values in newest_values(
             self._runtime, self.module, partial(self.settle, "engine.named_parameters()")
@@ -481,7 +494,7 @@ class Engine(Accessors):
             yield name, values
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """The same without their names."""
+        """Yield the values of `named_parameters`, without names."""
         return (values for _, values in self.named_parameters())
 
     # Checkpoints #
@@ -497,10 +510,10 @@ class Engine(Accessors):
         keep_last: int | None = None,
         blocking: bool = True,
     ) -> Path:
-        """Save everything that training needs to go on, in memory bounded by one tile; all ranks call this together.
+        """Save a checkpoint from which training resumes bit for bit. All ranks call this together.
 
-        Every rank writes its shards into the directory, which the ranks share, or which each machine has for itself. A
-        checkpoint can be loaded by any number of ranks that find all of it.
+        Each rank writes its own shards, holding one tile in memory. The directory may be shared by the ranks, or there
+        may be one on each machine. Any number of ranks that find all files can load the checkpoint.
 
         Args:
             tag: name of the checkpoint; `global_step<N>` by default.
@@ -508,18 +521,17 @@ class Engine(Accessors):
             save_latest: make it the one that `load_checkpoint` takes by default.
             exclude_frozen_parameters: leave them out; loading then needs `load_module_strict=False`.
             keep_last: when it is saved, remove all but this many of the run's checkpoints in the directory.
-            blocking: False to return when it is certain what will be saved, the state of now. The updates of the next
-                step then write it, each before it changes anything, and the checkpoint is there two steps later, or
-                when frozen parameters are written too, or after `wait_checkpoint`, the next save or load, `close` or
-                the end of the process. An error of writing is raised there. With optimizer states on a device it is
-                there at once.
+            blocking: False to return before the state of this moment is written. The updates of the next step write
+                each tile before they change it. The checkpoint is complete two steps later, or when frozen parameters
+                are written, too; or after `wait_checkpoint`, the next save or load, `close`, or the end of the
+                process, which raise an error of writing. With optimizer states on a device, the call blocks.
 
         Returns:
             The checkpoint's directory.
 
         Raises:
-            StorageError: writing failed; nothing half-written is visible.
-            CheckpointError: `client_state` has something that could not be loaded safely, or another run saves its
+            StorageError: writing failed. The earlier checkpoint is intact.
+            CheckpointError: `client_state` contains something that could not be loaded safely, or another run saves its
                 checkpoints in this directory.
             ConfigError: `tag` is no plain name or not the same on all ranks, or `keep_last` is not at least 1.
         """
@@ -535,15 +547,15 @@ class Engine(Accessors):
 
     @property
     def saving(self) -> Path | None:
-        """Directory of the checkpoint that is being saved with `blocking=False`; None when it is there."""
+        """The directory of the checkpoint that is being saved with `blocking=False`; None if there is none."""
         return self._session.saving
 
     def wait_checkpoint(self) -> None:
-        """Wait until a checkpoint that was saved with `blocking=False` is there; all ranks call this together.
+        """Block until the checkpoint of a save with `blocking=False` is complete. All ranks call this together.
 
         Raises:
-            StorageError: it cannot be written: there is none of this tag, or the one of before.
-            CheckpointError: likewise, on another rank or for another reason.
+            StorageError: it cannot be written. An earlier checkpoint of this tag is still there.
+            CheckpointError: the same, on another rank or for another reason.
         """
         self._session.wait()
 
@@ -557,24 +569,24 @@ class Engine(Accessors):
         load_module_only: bool = False,
         strict_model: bool = True,
     ) -> tuple[Path | None, dict[str, Any] | None]:
-        """Go on from a checkpoint: parameters, optimizer and schedule states, counters and random states.
+        """Load a checkpoint: parameters, optimizer and schedule states, counters and random states.
 
-        An engine without an optimizer takes no states of one.
+        All ranks call this together. An engine without an optimizer loads no optimizer states.
 
         Args:
             tag: the checkpoint that was saved last by default or, if that is damaged, the newest one that is whole.
-            load_module_strict: False to keep the values of frozen parameters that the checkpoint has not.
+            load_module_strict: False to keep the values of frozen parameters that are not in the checkpoint.
             load_optimizer_states: False to start with fresh moments and this run's hyper-parameters.
             load_lr_scheduler_states: False to start the LR schedule afresh.
             load_module_only: take parameters and buffers alone. Other parameters may be frozen than when it was saved.
             strict_model: False to take the values of another model whose parameters have the same names and shapes.
 
         Returns:
-            (its directory, the client's state), or (None, None) if there is no checkpoint and `tag` is None.
+            (directory of the checkpoint, `client_state`), or (None, None) if there is no checkpoint and `tag` is None.
 
         Raises:
-            CheckpointError: it is damaged, of another model, or not the same on all ranks. The engine is unchanged,
-                unless the message says that it trains no more.
+            CheckpointError: the checkpoint is damaged, of another model, or not the same on all ranks. The engine is
+                unchanged, unless the message says that it trains no more.
         """
         whole = not load_module_only
         trains = whole and self.optimizer.trains
@@ -622,13 +634,13 @@ class Engine(Accessors):
     # Steps that outlive the process (tiering.crash_consistent) #
 
     def resume(self) -> tuple[Path | None, dict[str, Any] | None]:
-        """Go on from the last step that an earlier process of this run has finished, without a checkpoint.
+        """Resume from the last step that an earlier process of this run committed, without a checkpoint.
 
-        All ranks call this together, before they train, under `tiering.crash_consistent`: parameters, optimizer and
-        schedule states, counters, random states and loss scale become what they were when that step was over.
+        All ranks call this together, before they train. It needs `tiering.crash_consistent`. Parameters, optimizer and
+        schedule states, counters, random states and loss scale are those at the end of that step.
 
         Returns:
-            (the record of the step, what `keep_with_steps` had kept with it), or (None, None) if there is none.
+            (path of the step's record, the values that `keep_with_steps` kept), or (None, None) if there is no step.
 
         Raises:
             CheckpointError: the step does not fit this run. The engine is unchanged.
@@ -647,11 +659,11 @@ class Engine(Accessors):
             self._session.commits.check_resumed(what)
 
     def keep_with_steps(self, client_state: Callable[[], Mapping[str, Any]]) -> None:
-        """Have something of the training loop's own kept with every step, such as its position in the data.
+        """Keep values of the training loop with every step, such as its position in the data.
 
         Args:
-            client_state: called at the end of every `step()` that updates; gives tensors and plain values, which
-                `resume` returns. What is not known by then belongs to the next step, unless `commit` is called.
+            client_state: called at the end of every `step()` that updates. It returns tensors and plain values, which
+                `resume` returns later. Values that change afterwards are kept with the next step, or by `commit`.
 
         Raises:
             ConfigError: `tiering.crash_consistent` is not set.
@@ -659,9 +671,9 @@ class Engine(Accessors):
         self._session.keep_with_steps(client_state)
 
     def commit(self) -> None:
-        """Have on the drives what is now, as the last step: what a loop has changed after it, too.
+        """Commit the current state again, with what the loop changed after the last `step()`.
 
-        `step()` commits by itself; this is for changes between steps. All ranks call it together.
+        `step()` commits by itself. All ranks call this together.
 
         Raises:
             ConfigError: `tiering.crash_consistent` is not set.
@@ -670,7 +682,7 @@ class Engine(Accessors):
         self._session.commit()
 
     def end_run(self) -> None:
-        """The run is over: its states on the drives are removed when the engine is closed. All ranks call it.
+        """Have `close` remove the states of this run from the drives. All ranks call this together.
 
         Raises:
             ConfigError: `tiering.crash_consistent` is not set.
@@ -680,9 +692,10 @@ class Engine(Accessors):
     # End #
 
     def close(self) -> None:
-        """Finish what is in flight, remove the hooks and the swap files. The model is left without values.
+        """Finish pending updates and writes, and remove the hooks and the swap files.
 
-        Under `tiering.crash_consistent` the last step is committed and its files stay, unless `end_run` was called.
+        The model has no values afterwards; `destroy` keeps them. With `tiering.crash_consistent`, the last step is
+        committed and its files stay, unless `end_run` was called.
 
         Raises:
             StorageError: a checkpoint that was saved with `blocking=False` cannot be written. The engine is closed.
@@ -698,10 +711,12 @@ class Engine(Accessors):
             self._close()
 
     def destroy(self, *, strict: bool = False) -> None:
-        """`close()`, after which the model has its newest values in memory, if that holds them. All ranks call it.
+        """Close the engine, and give the model its newest values in memory. All ranks call this together.
+
+        If memory does not hold the values, the model has none afterwards, and a warning says so.
 
         Args:
-            strict: go on with the engine rather than leave the model without values.
+            strict: raise an error in that case, and leave the engine open.
 
         Raises:
             InfinityError: with `strict`, memory does not hold the values, or a step is under way.

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +31,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("full_fp32_values", "report_tiers"),
     ),
     "infinity.checkpoint": ("convert", "latest_tag"),
+    "infinity.telemetry": ("StepStats",),
     "infinity.errors": (
         *("InfinityError", "CapacityError", "CheckpointError", "ConfigError"),
         *("NonFiniteError", "RankError", "StorageError"),
@@ -86,7 +88,8 @@ def api() -> str:
 
 def _described(name: str, thing: Any) -> str:
     signature = ""
-    if not isinstance(thing, property) and not (inspect.isclass(thing) and issubclass(thing, Exception)):
+    plain = inspect.isclass(thing) and (issubclass(thing, Exception) or is_dataclass(thing))
+    if not isinstance(thing, property) and not plain:
         signature = f"\n\n```python\n{_call(name, thing)}\n```"
     return f"### {name}{signature}\n\n{_markdown(inspect.getdoc(thing) or '')}"
 

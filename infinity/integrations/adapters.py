@@ -25,9 +25,9 @@ def save_adapters(
     """Write an adapter as `PeftModel.save_pretrained` does; all ranks call this together, and rank 0 writes.
 
     Args:
-        directory: for `PeftModel.from_pretrained`, or `load_adapters`. One of another name than "default" has a folder
-            of this name below it, as PEFT has it.
-        dtype: of the values; the exact masters by default.
+        directory: the directory for `PeftModel.from_pretrained` or `load_adapters`. As in PEFT, an adapter that is not
+            called "default" is in a directory of its name below it.
+        dtype: the dtype of the values; by default float32, the exact masters.
 
     Raises:
         ConfigError: the model is none of PEFT's, or has no such adapter.
@@ -81,13 +81,13 @@ def _write(
 
 
 def load_adapters(engine: Engine, directory: str | Path, *, adapter: str = "default") -> None:
-    """Take an adapter's values from the files that PEFT or `save_adapters` wrote; all ranks call this together.
+    """Load an adapter from the files of PEFT or `save_adapters`. All ranks call this together.
 
-    The adapter is one that the model was given before `initialize`; optimizer states stay as they are.
+    The model must have had the adapter before `initialize`. Optimizer states stay as they are.
 
     Raises:
-        ConfigError: the model is none of PEFT's, or has no such adapter.
-        CheckpointError: the files are of another adapter, or missing; by the name of a parameter.
+        ConfigError: the model is not one of PEFT, or has no such adapter.
+        CheckpointError: the files are missing or of another adapter; the message names a parameter.
     """
     model = _peft_model(engine, adapter)
     directory = Path(directory)

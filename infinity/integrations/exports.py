@@ -29,14 +29,14 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write the weights for `AutoModel.from_pretrained`, in memory bounded by one layer. All ranks call this together.
+    """Write a directory for `AutoModel.from_pretrained`, holding one layer in memory. All ranks call this together.
 
-    They are the exact masters, rounded to `dtype` once. Adapters of PEFT are merged into the weights that they belong
-    to, in float32; the model itself stays as it is.
+    The weights are the exact float32 masters, rounded once to `dtype`. Adapters of PEFT are merged into their weights
+    in float32. The model itself does not change.
 
     Args:
-        dtype: of the files; what the model computes in by default.
-        max_shard_size: size at which a new file begins.
+        dtype: the dtype of the files; by default, the dtype that the model computes in.
+        max_shard_size: the size of a file, in bytes or such as "5GB"; a larger model is written to several files.
 
     Raises:
         ConfigError: an adapter is on a weight that is tied to another one, or `max_shard_size` is no size.

@@ -45,26 +45,27 @@ def from_pretrained(
     kv_cache: int | str | None = None,
     **more: Any,
 ) -> tuple[Engine, TieredOptimizer | None, Any | None, Any | None]:
-    """Train a model of transformers from its saved weights, or use it as it is.
+    """Load a model of transformers from its safetensors, for training or inference.
 
-    The model is built without memory; its safetensors are read one unit at a time, straight into the tiers.
+    The model is built on the meta device. Its weights are read one unit at a time, directly into the tiers.
 
     Args:
         path: a directory that `save_pretrained` or `Engine.save_16bit_model` wrote.
         config: as for `initialize`.
         model_class: a class of transformers; by default the architecture that the directory names.
-        inference: have no training state at all; the model is frozen, and in evaluation mode.
-        in_place: read frozen parameters where they lie, in every pass, and keep no copy of them on a drive. The files
-            must have the dtype that the model computes in, and stay as they are. By default for inference.
-        kv_cache: for inference, the most memory that keys and values take in `engine.generate`, such as "1GiB"; it is
-            taken from tiering.host_memory, or device_memory where there is a device.
+        inference: create no optimizer states and no gradients. The model is frozen, and in evaluation mode.
+        in_place: read frozen parameters from these files in every pass, without a copy on a drive. The files must have
+            the dtype that the model computes in, and must not change. True by default for inference.
+        kv_cache: for inference: the limit of memory for keys and values in `engine.generate`, in bytes or such as
+            "1GiB". It is a part of `tiering.host_memory`, or with a device of `tiering.device_memory`.
         more: further arguments of `initialize`.
 
     Returns:
         What `initialize` returns.
 
     Raises:
-        ConfigError: it is no such directory, its weights do not fit the architecture, or cannot be used in place.
+        ConfigError: the directory has no such model, or its weights do not fit the architecture or cannot be used in
+            place.
         CheckpointError: a file of weights is missing or damaged.
     """
     if kv_cache is not None and not inference:
@@ -112,10 +113,10 @@ def _computes_on_host(more: Mapping[str, Any]) -> bool:
 def pretrained_model(
     path: str | Path, *, model_class: Any | None = None, in_place: bool = False
 ) -> tuple[nn.Module, PretrainedWeights]:
-    """A model on the meta device, and where its weights are: the arguments `model` and `weights` of `initialize`.
+    """Return a model on the meta device and its stored weights: the arguments `model` and `weights` of `initialize`.
 
-    For those who change the model in between, for example to freeze a part of it or to put adapters on it. Arguments
-    and errors are those of `from_pretrained`.
+    Between the two calls you can change the model, for example freeze a part of it or add adapters. Arguments and
+    errors are those of `from_pretrained`.
     """
     path = Path(path)
     model = pretrained_shape(path, model_class=model_class)

@@ -13,11 +13,11 @@ from infinity.zero.gathered import owner_of
 
 
 def report_tiers(trainer: Any) -> None:
-    """Have a Trainer log, with its losses and to all that it reports to, what its engine moved and waited for.
+    """Add what the engine moved and waited for to the logs of a Trainer, and so to everything that it reports to.
 
-    The means of the steps since the last log: `tiers/nvme_read_gb` and the other routes that were used,
-    `tiers/disk_read_wait_s` and the other causes of waiting, and the peak of each memory, `tiers/peak_host_gb`. Nothing
-    is logged where the Trainer trains without infinity.
+    The values are means of the steps since the last log: gigabytes by route (`tiers/nvme_read_gb`), seconds of waiting
+    by cause (`tiers/disk_read_wait_s`); and the peak of each memory in gigabytes (`tiers/peak_host_gb`). If the Trainer
+    trains without infinity, nothing is added.
     """
     # In front of those that report, which are given the same dictionary.
     trainer.callback_handler.callbacks.insert(0, TierReport())

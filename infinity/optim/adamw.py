@@ -26,8 +26,8 @@ class AdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW`, computed on the CPU with its states in host memory or on NVMe.
 
     Parameters may be on the CPU or a GPU, in float32, bfloat16 or float16; the 16-bit types get an exact float32
-    master. `state_dict` is compatible with torch's: it holds float32 moments, and `master` for 16-bit parameters. Close
-    the optimizer after use, or use it as a context manager; its files are removed at exit in any case.
+    master. `state_dict` is compatible with torch's: it has float32 moments, and `master` for 16-bit parameters. Close
+    the optimizer after use, or use it as a context manager. Its files are removed at exit in any case.
 
     Args:
         params: as for any torch optimizer; learning-rate schedulers may change the groups.
@@ -201,7 +201,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class Adam(AdamW):
-    """AdamW with Adam's weight decay, which is added to the gradient."""
+    """`AdamW` with the weight decay of Adam, which is added to the gradient. Arguments are those of `AdamW`."""
 
     decoupled = False
 

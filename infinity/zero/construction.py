@@ -34,21 +34,21 @@ _made: dict[int, weakref.ref[nn.Parameter]] = {}
 
 
 class Init:
-    """Parameters that modules take inside this context lie in files until `infinity.initialize` moves them to a tier.
+    """A context in which modules are built with their parameters in files, until `initialize` moves them to a tier.
 
-    They have the values that their constructors give them, the same that a model built in memory gets from the same
-    seed. The files have no names and go with the parameters; they are in the first directory of the configuration's
-    NVMe tier, or without one where the system has temporary files (`TMPDIR`). The kernel writes them out when memory is
-    short. Parameters below 256 KiB, and buffers, are in memory.
+    Values are those of a model that is built in memory from the same seed. The files are unnamed and memory-mapped, and
+    are deleted with the parameters. They are in the first directory of the configuration's NVMe tier, otherwise in the
+    system's directory for temporary files (`TMPDIR`). If memory is short, the kernel writes them out. Parameters below
+    256 KiB, and buffers, stay in memory.
 
     Args:
-        config: the configuration that will be used, checked here, before the time is spent; `config_dict_or_path` is
-            its other name.
+        config: the configuration that `initialize` will get. It is checked here, before the model is built.
+            `config_dict_or_path` is another name of it.
         enabled: False to build in memory.
 
     Raises:
         ConfigError: the configuration cannot work.
-        StorageError: the files have no room, inside the context.
+        StorageError: inside the context, the drive has no room for the files.
     """
 
     def __init__(

@@ -297,17 +297,16 @@ def check_room(
 
 
 class GatheredParameters:
-    """Inside this context, the parameters have their values, on the compute device and in its dtype.
+    """A context in which parameters have their newest values, whole, on the compute device, in the compute dtype.
 
-    With a `modifier_rank`, changes go to the tiers at the end: also to the float32 master, but only for the elements
-    that changed. Parameters without an engine are left alone. After an exception on any rank, nothing is written. All
-    ranks enter and leave together. Contexts may be nested: parameters that are gathered already stay so until the outer
-    context ends.
+    All ranks enter and leave it together. With a `modifier_rank`, the changes of that rank are stored in the tiers at
+    the end, and the float32 masters of the changed elements follow. After an exception on any rank, nothing is stored.
+    Parameters without an engine are left alone. Contexts may be nested: the outer one keeps its parameters gathered.
 
-    At stages 0 to 2 without a `modifier_rank`, the parameters stay where they are, and a write to them counts as it
-    does outside of the context.
+    At stages 0 to 2 without a `modifier_rank`, parameters stay where they are. Writes to them count as outside of the
+    context.
 
-    A loss may be computed inside, in the forward pass or after it: its graph holds the values that it needs.
+    You can compute a loss in the context: its graph keeps the values that backward needs.
 
     Args:
         params: a module (all its parameters), a parameter, or several.
@@ -318,7 +317,7 @@ class GatheredParameters:
         InfinityError: on entry, with a `modifier_rank` between a forward pass and its backward, when the values must
             not change; at the end, a parameter was changed at stage 3 without a `modifier_rank`, in place or through
             its `.data`. An adapter that was merged and unmerged again is no change.
-        CapacityError: memory, beyond all budgets, does not hold all of them at once.
+        CapacityError: the parameters do not fit in memory together, in addition to the budgets.
     """
 
     def __init__(self, params: Gatherable, modifier_rank: int | None = None, *, enabled: bool = True) -> None:

@@ -42,7 +42,7 @@ class Tile(nn.Linear):
 
 
 class TiledLinear(nn.Module):
-    """A linear layer `(..., in_features) -> (..., out_features)` whose weight never has to be in memory as a whole.
+    """A linear layer `(..., in_features) -> (..., out_features)` whose weight is fetched in tiles, never as a whole.
 
     The weight is cut into `out_splits` times `in_splits` tiles of nearly the same size, and each is a unit.
     Products over the inputs' parts are added in the compute dtype, so with `in_splits > 1` results differ from
@@ -62,7 +62,7 @@ class TiledLinear(nn.Module):
         in_parts, out_parts: where the parts of the inputs and of the outputs begin, and the last one ends.
 
     Raises:
-        ConfigError: a number of parts that does not fit, or `init_linear` is of another shape.
+        ConfigError: a number of parts is not between 1 and the number of features, or `init_linear` has another shape.
     """
 
     def __init__(

@@ -56,33 +56,34 @@ def initialize(
 ) -> tuple[Engine, TieredOptimizer | None, Any | None, Any | None]:
     """Place a model's states in the tiers and return what a training loop needs.
 
-    `initialize(model, config)` and `initialize(model=..., config=...)` are all that most scripts need; the names and
-    the order of the arguments up to `config_params` are DeepSpeed's.
+    `initialize(model=model, config=config)` is all that most scripts need. The names and the order of the arguments up
+    to `config_params` are DeepSpeed's.
 
     Args:
-        args: what a script's parser gave: `args.deepspeed_config` is the configuration, if there is no other.
-        model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier. One
-            that `torch.distributed.tensor.parallel` has divided comes with its values. If this fails, it is as it was.
-        optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups are taken over (they stay the optimizer's, too, so
-            that a scheduler of it goes on), one of `infinity.optim`, or a callable that makes one from the parameters.
+        args: the parsed arguments of a script. `args.deepspeed_config` is the configuration, if no other is given.
+        model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, directly in their tier. A
+            model that `torch.distributed.tensor.parallel` has divided must have its values. If `initialize` fails, the
+            model keeps its values.
+        optimizer: Adam, AdamW, Adagrad or SGD of torch, one of `infinity.optim`, or a callable that makes one from the
+            parameters. Its parameter groups are used, so a scheduler of it keeps working.
         model_parameters: parameters or parameter groups to train; all that require a gradient by default.
         training_data: a dataset, map-style or iterable; a `DataLoader` with the configured micro-batch size is returned
             for it, and `collate_fn` makes its batches.
         lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
-        distributed_port: where processes meet that no launcher has told.
+        distributed_port: the port where the ranks meet, if the launcher gives none.
         dist_init_required: True to initialise `torch.distributed` for a single process as well.
         config: a DeepSpeed-style JSON file, or the same as a mapping; `config_params` is its older name.
         init_function: initialises the parameters of one module that was built on the meta device or by `zero.Init`.
         weights: stored values of parameters that were built on the meta device or by `zero.Init`, read unit by unit;
-            see `infinity.integrations.pretrained_model`. Parameters that are missing there are initialised.
+            see `infinity.integrations.pretrained_model`. Missing parameters are initialised.
         device: the compute device; by default a CUDA device if there is one, else the CPU.
-        link: copies bytes to and from a device of another kind.
+        link: the object that copies bytes to and from a device that is not CUDA's.
         process_group: the ranks that share the states; all of `torch.distributed`'s by default, which is initialised
             here under a launcher (`infinity run`, `torchrun`) if it was not before.
         trains: False for an engine that evaluates and generates, without optimizer states; None to train if there is an
             optimizer, given or in the configuration.
-        engine_class: of the engine.
-        adapt: makes of the configuration, once it is read, the one that is in force.
+        engine_class: the class of the returned engine.
+        adapt: called with the configuration that was read; returns the one to use.
 
     Returns:
         (engine, optimizer or None, dataloader or None, lr_scheduler or None)

@@ -115,7 +115,10 @@ def _float32(found: _Found) -> torch.Tensor:
 
 
 def full_fp32_values(param: nn.Parameter) -> torch.Tensor | None:
-    """As `safe_get_full_fp32_param`, and the values in float32 of a parameter that is not trained."""
+    """Return the values of a parameter in float32, whole: its master, or if it is not trained, its widened values.
+
+    None if no engine has the parameter. All ranks call this together.
+    """
     found = _find(param, "full_fp32_values", stores=False)
     return None if found is None else found.whole(_float32(found))
 
