@@ -23,8 +23,13 @@ from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2, tin
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-COMMAND_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def command_lines(page: Path) -> list[str]:
+    """Return the arguments of `infinity` in the shell blocks of a page."""
+    blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(r"^(?:\$ )?infinity (.*)$", "".join(blocks).replace("\\\n", " "), re.MULTILINE)
 
 
 def examples(page: str) -> list[str]:
@@ -151,17 +156,13 @@ def test_the_commands_of_the_cluster_recipes_are_ours(monkeypatch, tmp_path) -> 
     assert sum("train" in command for command in started) == 2
 
 
-@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.name)
-def test_the_commands_of_the_readme_and_the_tutorials_parse(page) -> None:
+@pytest.mark.parametrize("page", [*filter(command_lines, PAGES)], ids=lambda page: page.name)
+def test_the_commands_of_the_pages_parse(page) -> None:
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers(required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)
-    blocks = re.findall(r"^```(?:sh|console)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-    shell = "".join(blocks).replace("\\\n", " ")
-    lines = re.findall(r"^(?:\$ )?infinity (.*)$", shell, re.MULTILINE)
-    assert lines
-    for line in lines:
+    for line in command_lines(page):
         parsed = parser.parse_args(shlex.split(line, comments=True))
         if getattr(parsed, "script", None) == "train":
             parser.parse_args(["train", *parsed.arguments])
