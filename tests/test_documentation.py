@@ -174,6 +174,12 @@ def test_links_between_pages_lead_somewhere(page) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_every_page_that_the_code_names_exists() -> None:
+    for path in (ROOT / "infinity").rglob("*.py"):
+        for page in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
+            assert (ROOT / page).is_file(), (path, page)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda path: path.name)
 def test_every_ready_configuration_loads_and_is_listed(path) -> None:
     load_config(path)

@@ -33,7 +33,8 @@ class AdamW(torch.optim.Optimizer):
         params: as for any torch optimizer; learning-rate schedulers may change the groups.
         offload: "cpu" or "nvme".
         nvme_path: directory on the drive, for "nvme".
-        state_format: "auto" (exact), or for bfloat16 parameters "bf16" or "int8"; see docs/state-formats.md.
+        state_format: "auto" (exact), or for bfloat16 parameters "bf16" or "int8", which are smaller; see
+            docs/how-to/choose-a-state-format.md.
 
     Raises:
         ConfigError: options that contradict each other.
