@@ -81,8 +81,14 @@ class Accessors:
         Call it before every micro-batch's backward, and `step()` after the last one; it holds until it is called again.
 
         Raises:
-            InfinityError: gradients of several passes have no room under this configuration.
+            InfinityError: gradients of several passes have no room under this configuration, or every `step()` ends a
+                step (`managed_gradient_accumulation` is false).
         """
+        if not self.config.managed_accumulation:
+            raise InfinityError(
+                "set_gradient_accumulation_boundary says where a step ends, but managed_gradient_accumulation is "
+                "false, so that every step() ends one: leave the call out"
+            )
         if not is_boundary and not self._runtime.sizing.rules.grads.holds_all:
             raise InfinityError(
                 "set_gradient_accumulation_boundary(False) adds up the gradients of several backward passes, for which "

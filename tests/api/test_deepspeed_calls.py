@@ -198,6 +198,8 @@ def test_steps_that_are_not_managed_end_where_the_script_says(dtype, tmp_path) -
             elif "gradient_accumulation_steps" not in more:
                 with pytest.raises(deepspeed.InfinityError, match="managed_gradient_accumulation is false: call back"):
                     engine.train_batch(data[:1])
+                with pytest.raises(deepspeed.InfinityError, match=r"every step\(\) ends one: leave the call out"):
+                    engine.set_gradient_accumulation_boundary(False)
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 

@@ -127,6 +127,17 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
             stack.callback(setattr, self, "inside_no_sync", False)
             yield
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """As the engine's.
+
+        Raises:
+            AssertedError: steps end elsewhere, or gradients of several passes have no room.
+        """
+        try:
+            super().set_gradient_accumulation_boundary(is_boundary)
+        except InfinityError as error:
+            raise AssertedError(str(error)) from error
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the engine's."""
         if self.training:
