@@ -73,7 +73,7 @@ class Engine(Accessors):
         self._runtime = runtime
         self._step = Step(model, config, runtime, optimizer)
         optimizer.keep_groups()
-        self._session = Session(model, optimizer, runtime, self._step, config.gradient_accumulation_steps)
+        self._session = Session(model, optimizer, runtime, self._step)
         optimizer.run_step = self._step.finish
         optimizer.drop_gradients = self._step.drop
         optimizer.loss_scaler = self._step.losses.loss_scale
@@ -124,7 +124,7 @@ class Engine(Accessors):
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches so far: calls of `step()`."""
+        """Micro-batches so far: calls of `step()`, or backward passes without `managed_gradient_accumulation`."""
         return self._step.counter.counts.micro_steps
 
     @property

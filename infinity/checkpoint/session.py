@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,11 @@ class Session:
         commits: keeps every step on the drives, if that is configured.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: TieredOptimizer, runtime: Runtime, step: Step, accumulation: int
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: TieredOptimizer, runtime: Runtime, step: Step) -> None:
         self._model = model
         self._optimizer = optimizer
         self._runtime = runtime
         self._step = step
-        self._accumulation = accumulation
         self._run = Run(model)
         run = runtime.swap.run
         self.commits = None if run is None else Commits(model, optimizer, runtime, step, run)
@@ -163,9 +160,7 @@ class Session:
         runtime.settle()
         step.updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
         if parts.progress:
-            counts = Counts(**opened.manifest.counters)
-            micro_steps = -(-counts.micro_steps // self._accumulation) * self._accumulation  # may differ from then
-            step.counter.counts = replace(counts, micro_steps=micro_steps)
+            step.counter.resume(Counts(**opened.manifest.counters))
             self._run.id = opened.manifest.run or self._run.id
         apply_extra(
             opened.path,
