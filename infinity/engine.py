@@ -521,12 +521,13 @@ class Engine(Accessors):
             StorageError: writing failed; nothing half-written is visible.
             CheckpointError: `client_state` has something that could not be loaded safely, or another run saves its
                 checkpoints in this directory.
-            ConfigError: `tag` is no plain name or not the same on all ranks, or `keep_last` is not at least 1.
+            ConfigError: `save_dir` is empty, `tag` is no plain name or not the same on all ranks, or `keep_last` is not
+                at least 1.
         """
         if keep_last is not None and keep_last < 1:
             raise ConfigError(f"keep_last is {keep_last}; it must be at least 1, the checkpoint that is saved")
         return self._session.save(
-            Path(save_dir),
+            save_dir,
             tag,
             client_state or {},
             options=Options(save_latest, not exclude_frozen_parameters, keep_last),
@@ -575,11 +576,12 @@ class Engine(Accessors):
         Raises:
             CheckpointError: it is damaged, of another model, or not the same on all ranks. The engine is unchanged,
                 unless the message says that it trains no more.
+            ConfigError: `load_dir` is empty.
         """
         whole = not load_module_only
         trains = whole and self.optimizer.trains
         parts = Parts(load_optimizer_states and trains, load_lr_scheduler_states and trains, whole)
-        return self._session.load(Path(load_dir), tag, parts, strict_model=strict_model, all_weights=load_module_strict)
+        return self._session.load(load_dir, tag, parts, strict_model=strict_model, all_weights=load_module_strict)
 
     def save_16bit_model(
         self,
@@ -607,12 +609,13 @@ class Engine(Accessors):
 
         Raises:
             StorageError: writing failed; an earlier export is still there.
-            ConfigError: `max_shard_size` is no size, or `save_filename` no plain name with one of these ends.
+            ConfigError: `save_dir` is empty, `max_shard_size` is no size, or `save_filename` no plain name with one of
+                these ends.
             CheckpointError: another process is saving there.
             InfinityError: the model is divided by tensor parallelism.
         """
         return self._session.export(
-            Path(save_dir),
+            save_dir,
             self.named_parameters(),
             max_shard_size,
             file_name=save_filename,

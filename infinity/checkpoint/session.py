@@ -48,7 +48,7 @@ class Session:
 
     def save(
         self,
-        directory: Path,
+        directory: str | Path,
         tag: str | None,
         client_state: Mapping[str, Any],
         *,
@@ -56,6 +56,7 @@ class Session:
         blocking: bool,
     ) -> Path:
         """See `Engine.save_checkpoint`."""
+        directory = _named("save_checkpoint", directory)
         self._begin("save_checkpoint")
         step, ranks, runtime = self._step, self._runtime.ranks, self._runtime
         extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
@@ -125,9 +126,10 @@ class Session:
             raise error
 
     def load(
-        self, directory: Path, tag: str | None, parts: Parts, *, strict_model: bool, all_weights: bool = True
+        self, directory: str | Path, tag: str | None, parts: Parts, *, strict_model: bool, all_weights: bool = True
     ) -> tuple[Path | None, dict[str, Any] | None]:
         """See `Engine.load_checkpoint`."""
+        directory = _named("load_checkpoint", directory)
         if self.commits is not None:
             self.commits.check_resumed("engine.load_checkpoint()")
         self._begin("load_checkpoint")
@@ -175,7 +177,7 @@ class Session:
 
     def export(
         self,
-        directory: Path,
+        directory: str | Path,
         values: Iterable[tuple[str, torch.Tensor]],
         max_shard_size: int | str,
         *,
@@ -183,6 +185,7 @@ class Session:
         frozen: bool,
     ) -> Path:
         """See `Engine.save_16bit_model`."""
+        directory = _named("save_16bit_model", directory)
         self._runtime.ranks.together("engine.save_16bit_model()")
         export_16bit(directory, self._model, self._runtime, values, max_shard_size, file_name=file_name, frozen=frozen)
         return directory
@@ -249,3 +252,10 @@ class Session:
         """Where the checkpoints of this process's part of the model are."""
         parts = self._runtime.parts.ranks
         return directory if parts.size == 1 else directory / f"part-{parts.rank}-of-{parts.size}"
+
+
+def _named(call: str, directory: str | Path | None) -> Path:
+    """Refuse an empty name, such as that of a variable that is not set: it would be the working directory."""
+    if directory in (None, ""):
+        raise ConfigError(f'{call}: the directory is {directory!r}; give its path, "." for the working directory')
+    return Path(directory)

@@ -235,7 +235,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
         """As the engine's; returns True.
 
         Raises:
-            AssertedConfigError: the tag is not the same on all ranks.
+            AssertedConfigError: `save_dir` is empty, or the tag is not the same on all ranks.
         """
         try:
             super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -281,7 +281,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
     ) -> bool:
         """As the engine's, into one file; returns True."""
         self._session.export(
-            Path(save_dir),
+            save_dir,
             super().named_parameters(),
             "5GB",
             file_name=save_filename,
