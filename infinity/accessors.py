@@ -82,8 +82,14 @@ class Accessors:
         until the next call.
 
         Raises:
-            InfinityError: no memory is reserved for the gradients of several passes under this configuration.
+            InfinityError: no memory is reserved for the gradients of several passes under this configuration, or every
+                `step()` ends a step (`managed_gradient_accumulation` is false).
         """
+        if not self.config.managed_accumulation:
+            raise InfinityError(
+                "set_gradient_accumulation_boundary says where a step ends, but managed_gradient_accumulation is "
+                "false, so that every step() ends one: leave the call out"
+            )
         if not is_boundary and not self._runtime.sizing.rules.grads.holds_all:
             raise InfinityError(
                 "set_gradient_accumulation_boundary(False) adds up the gradients of several backward passes, for which "

@@ -73,7 +73,7 @@ class Engine(Accessors):
         self._runtime = runtime
         self._step = Step(model, config, runtime, optimizer)
         optimizer.keep_groups()
-        self._session = Session(model, optimizer, runtime, self._step, config.gradient_accumulation_steps)
+        self._session = Session(model, optimizer, runtime, self._step)
         optimizer.run_step = self._step.finish
         optimizer.drop_gradients = self._step.drop
         optimizer.loss_scaler = self._step.losses.loss_scale
@@ -124,7 +124,8 @@ class Engine(Accessors):
 
     @property
     def micro_steps(self) -> int:
-        """The number of micro-batches so far, which is the number of calls of `step()`."""
+        """The number of micro-batches so far: calls of `step()`; backward passes if `managed_gradient_accumulation` is
+        false."""
         return self._step.counter.counts.micro_steps
 
     @property
@@ -533,12 +534,13 @@ class Engine(Accessors):
             StorageError: writing failed. The earlier checkpoint is intact.
             CheckpointError: `client_state` contains something that could not be loaded safely, or another run saves its
                 checkpoints in this directory.
-            ConfigError: `tag` is no plain name or not the same on all ranks, or `keep_last` is not at least 1.
+            ConfigError: `save_dir` is empty, `tag` is no plain name or not the same on all ranks, or `keep_last` is not
+                at least 1.
         """
         if keep_last is not None and keep_last < 1:
             raise ConfigError(f"keep_last is {keep_last}; it must be at least 1, the checkpoint that is saved")
         return self._session.save(
-            Path(save_dir),
+            save_dir,
             tag,
             client_state or {},
             options=Options(save_latest, not exclude_frozen_parameters, keep_last),
@@ -587,11 +589,12 @@ class Engine(Accessors):
         Raises:
             CheckpointError: the checkpoint is damaged, of another model, or not the same on all ranks. The engine is
                 unchanged, unless the message says that it trains no more.
+            ConfigError: `load_dir` is empty.
         """
         whole = not load_module_only
         trains = whole and self.optimizer.trains
         parts = Parts(load_optimizer_states and trains, load_lr_scheduler_states and trains, whole)
-        return self._session.load(Path(load_dir), tag, parts, strict_model=strict_model, all_weights=load_module_strict)
+        return self._session.load(load_dir, tag, parts, strict_model=strict_model, all_weights=load_module_strict)
 
     def save_16bit_model(
         self,
@@ -619,12 +622,13 @@ class Engine(Accessors):
 
         Raises:
             StorageError: writing failed; an earlier export is still there.
-            ConfigError: `max_shard_size` is no size, or `save_filename` no plain name with one of these ends.
+            ConfigError: `save_dir` is empty, `max_shard_size` is no size, or `save_filename` no plain name with one of
+                these ends.
             CheckpointError: another process is saving there.
             InfinityError: the model is divided by tensor parallelism.
         """
         return self._session.export(
-            Path(save_dir),
+            save_dir,
             self.named_parameters(),
             max_shard_size,
             file_name=save_filename,

@@ -260,7 +260,7 @@ class Commits:
                 ranks.each(self._runtime.executor.take_over, "resuming: the tensors")
             self._runtime.settle()
             step.updates.steps = dict(generation.state["steps"])
-            step.counter.counts = Counts(**generation.state["counters"])
+            step.counter.resume(Counts(**generation.state["counters"]))
             loss_scale = step.losses.loss_scale
             apply_extra(path, 0, extra, self._model, self._optimizer, step.lr_scheduler, loss_scale, Parts())
         except BaseException as error:

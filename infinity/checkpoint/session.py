@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,11 @@ class Session:
         commits: keeps every step on the drives, if that is configured.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: TieredOptimizer, runtime: Runtime, step: Step, accumulation: int
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: TieredOptimizer, runtime: Runtime, step: Step) -> None:
         self._model = model
         self._optimizer = optimizer
         self._runtime = runtime
         self._step = step
-        self._accumulation = accumulation
         self._run = Run(model)
         run = runtime.swap.run
         self.commits = None if run is None else Commits(model, optimizer, runtime, step, run)
@@ -51,7 +48,7 @@ class Session:
 
     def save(
         self,
-        directory: Path,
+        directory: str | Path,
         tag: str | None,
         client_state: Mapping[str, Any],
         *,
@@ -59,6 +56,7 @@ class Session:
         blocking: bool,
     ) -> Path:
         """See `Engine.save_checkpoint`."""
+        directory = _named("save_checkpoint", directory)
         self._begin("save_checkpoint")
         step, ranks, runtime = self._step, self._runtime.ranks, self._runtime
         extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
@@ -128,9 +126,10 @@ class Session:
             raise error
 
     def load(
-        self, directory: Path, tag: str | None, parts: Parts, *, strict_model: bool, all_weights: bool = True
+        self, directory: str | Path, tag: str | None, parts: Parts, *, strict_model: bool, all_weights: bool = True
     ) -> tuple[Path | None, dict[str, Any] | None]:
         """See `Engine.load_checkpoint`."""
+        directory = _named("load_checkpoint", directory)
         if self.commits is not None:
             self.commits.check_resumed("engine.load_checkpoint()")
         self._begin("load_checkpoint")
@@ -163,9 +162,7 @@ class Session:
         runtime.settle()
         step.updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
         if parts.progress:
-            counts = Counts(**opened.manifest.counters)
-            micro_steps = -(-counts.micro_steps // self._accumulation) * self._accumulation  # may differ from then
-            step.counter.counts = replace(counts, micro_steps=micro_steps)
+            step.counter.resume(Counts(**opened.manifest.counters))
             self._run.id = opened.manifest.run or self._run.id
         apply_extra(
             opened.path,
@@ -180,7 +177,7 @@ class Session:
 
     def export(
         self,
-        directory: Path,
+        directory: str | Path,
         values: Iterable[tuple[str, torch.Tensor]],
         max_shard_size: int | str,
         *,
@@ -188,6 +185,7 @@ class Session:
         frozen: bool,
     ) -> Path:
         """See `Engine.save_16bit_model`."""
+        directory = _named("save_16bit_model", directory)
         self._runtime.ranks.together("engine.save_16bit_model()")
         export_16bit(directory, self._model, self._runtime, values, max_shard_size, file_name=file_name, frozen=frozen)
         return directory
@@ -254,3 +252,10 @@ class Session:
         """Where the checkpoints of this process's part of the model are."""
         parts = self._runtime.parts.ranks
         return directory if parts.size == 1 else directory / f"part-{parts.rank}-of-{parts.size}"
+
+
+def _named(call: str, directory: str | Path | None) -> Path:
+    """Refuse an empty name, such as that of a variable that is not set: it would be the working directory."""
+    if directory in (None, ""):
+        raise ConfigError(f'{call}: the directory is {directory!r}; give its path, "." for the working directory')
+    return Path(directory)

@@ -15,7 +15,7 @@ class Counts:
 
     Attributes:
         global_steps: updates so far, including skipped ones.
-        micro_steps: backward passes so far.
+        micro_steps: micro-batches so far: calls of `step()`, or backward passes if every `step()` ends a step.
         skipped_steps: updates that were skipped because gradients were not finite.
     """
 
@@ -30,7 +30,8 @@ class StepCounter:
 
     Args:
         per_step: micro-batches of a step.
-        counts_boundaries: every `per_step`-th micro-batch ends a step, unless the user says otherwise.
+        counts_boundaries: every `per_step`-th micro-batch ends a step, unless the user says otherwise. If false, every
+            `step()` ends one, after any number of backward passes.
 
     Attributes:
         counts: after the last micro-batch, or the last step.
@@ -43,13 +44,15 @@ class StepCounter:
         self.boundary: bool | None = None if counts_boundaries else True
         self.whole = False
         self.synchronises = True
-        self._per_step = per_step
+        self._per_step = per_step if counts_boundaries else 1
+        self._counts_passes = not counts_boundaries
+        self._passes = (self.counts, 0)  # backward passes since the counts were these
         self._to_run_again = 0  # micro-batches before a failed backward pass
 
     @property
     def ends_step(self) -> bool:
         """Whether the next micro-batch is the last one of its step."""
-        counted = self._position == self._per_step - 1
+        counted = self.position == self._per_step - 1
         return self.synchronises and (counted if self.boundary is None else self.boundary)
 
     @property
@@ -58,8 +61,19 @@ class StepCounter:
         return self._per_step == 1 and self.boundary is None
 
     @property
-    def _position(self) -> int:
+    def position(self) -> int:
+        """Micro-batches of the step that are counted; always 0 if every `step()` ends a step."""
         return self.counts.micro_steps % self._per_step
+
+    @property
+    def _uncounted_passes(self) -> int:
+        since, passes = self._passes
+        return passes if since == self.counts else 0
+
+    def resume(self, counts: Counts) -> None:
+        """Continue from the counts of a checkpoint, which may be of another number of micro-batches a step."""
+        self._passes = (counts, 0)
+        self.counts = replace(counts, micro_steps=counts.micro_steps + -counts.micro_steps % self._per_step)
 
     def skip_to_last(self) -> None:
         """Count all micro-batches of the step except the last, because they run together."""
@@ -67,27 +81,31 @@ class StepCounter:
 
     def after_micro_batch(self) -> Counts:
         """Return the counts after the running micro-batch."""
-        micro_steps = self.counts.micro_steps + 1
+        micro_steps = self.counts.micro_steps + (self._uncounted_passes if self._counts_passes else 1)
         if self.boundary:  # the user may end a step early: round up to whole steps
             micro_steps += -micro_steps % self._per_step
         return replace(self.counts, micro_steps=micro_steps)
 
     def backward_begins(self) -> None:
-        """Note that the step runs again, if its last backward pass failed."""
+        """Count the pass. Note that the step runs again, if its last backward pass failed."""
         self._to_run_again = 0
+        self._passes = (self.counts, self._uncounted_passes + 1)
 
     def begin_step_again(self) -> int:
         """Uncount the step's earlier micro-batches after a failed backward pass. Return their number."""
-        earlier = self._position
-        self.counts = replace(self.counts, micro_steps=self.counts.micro_steps - earlier)
+        earlier = max(0, self._uncounted_passes - 1) if self._counts_passes else self.position
+        self._passes = (self.counts, 0)
+        self.counts = replace(self.counts, micro_steps=self.counts.micro_steps - self.position)
         self._to_run_again += earlier
         return earlier
 
     def leave_out(self) -> None:
         """End the step, whose gradients were dropped, where it would have ended. Its micro-batches do not run again."""
         uncounted, self._to_run_again = self._to_run_again, 0
+        if self._counts_passes:
+            uncounted += self._uncounted_passes
         if self.whole:
-            uncounted, self.whole = -self._position, False
+            uncounted, self.whole = -self.position, False
         self.counts = replace(self.counts, micro_steps=self.counts.micro_steps + uncounted)
 
     @contextmanager

@@ -198,7 +198,39 @@ def test_steps_that_are_not_managed_end_where_the_script_says(dtype, tmp_path) -
             elif "gradient_accumulation_steps" not in more:
                 with pytest.raises(deepspeed.InfinityError, match="managed_gradient_accumulation is false: call back"):
                     engine.train_batch(data[:1])
+                with pytest.raises(deepspeed.InfinityError, match=r"every step\(\) ends one: leave the call out"):
+                    engine.set_gradient_accumulation_boundary(False)
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_backward_passes_count_where_every_step_ends_one(caplog, tmp_path) -> None:
+    """Also those whose gradients were dropped; not those of a step that begins again."""
+    config = fp32(managed_gradient_accumulation=False, gradient_accumulation_steps=4, train_micro_batch_size_per_gpu=8)
+    engine, *_ = deepspeed.initialize(model=model_of(), config=config)
+    x = batches(1)[0]
+    with engine:
+        for passes in (2, 5):
+            for _ in range(passes):
+                engine.backward(engine(x).square().mean())
+            engine.step()
+        assert (engine.micro_steps, engine.global_samples, engine.was_step_applied()) == (7, 56, True)
+        engine.backward(engine(x).square().mean())
+        engine.zero_grad()
+        assert engine.micro_steps == 8
+        engine.backward(engine(x).square().mean())
+        out = engine(x)
+        out.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(out.square().mean())
+        assert "the gradients of the step's earlier micro-batches (1) are dropped" in caplog.text
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        assert (engine.micro_steps, engine.global_samples) == (9, 72)
+    engine, *_ = deepspeed.initialize(model=model_of(), config=config)
+    with engine:
+        engine.load_checkpoint(tmp_path)
+        assert (engine.micro_steps, engine.global_samples) == (9, 72)
 
 
 def _coalesced(stage: int) -> dict[str, torch.Tensor]:

@@ -204,6 +204,17 @@ def test_saving_in_the_middle_of_a_step_is_refused(tmp_path) -> None:
             engine.save_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("empty", ["", None])
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "save_16bit_model"])
+def test_an_empty_name_is_not_the_working_directory(call, empty, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with make_engine(Placement()) as engine:
+        with pytest.raises(infinity.ConfigError, match=f"{call}: the directory is {empty!r}; give its path"):
+            getattr(engine, call)(empty)
+        engine.save_checkpoint(".")
+    assert (tmp_path / "latest").exists()
+
+
 def test_a_tag_that_leads_elsewhere_is_refused(tmp_path) -> None:
     with make_engine(Placement()) as engine:
         for tag in ("../up", "a/b", ".hidden", "latest"):

@@ -222,8 +222,15 @@ def check_misuse() -> dict[str, str]:
     told["unscaled"] = message(RuntimeError, lambda: outputs.sum().backward())
     engine.destroy()
     assert not engine_of(1).optimizer.needs_scaler()
+    engine = engine_of(1, managed_gradient_accumulation=False)
+    told["boundary"] = message(AssertionError, lambda: engine.set_gradient_accumulation_boundary(True))
+    engine.destroy()
     gathered = torch.zeros(2)
     comm.all_gather_into_tensor(output_tensor=gathered, tensor=torch.tensor([comm.get_rank() + 1.0]), prof=False)
+    assert gathered.tolist() == [1.0, 2.0]
+    comm.all_gather_into_tensor(gathered, torch.tensor(comm.get_rank() + 3.0))  # without dimensions
+    assert gathered.tolist() == [3.0, 4.0]
+    comm.allgather_fn(gathered, torch.tensor(comm.get_rank() + 1.0))
     assert gathered.tolist() == [1.0, 2.0]
     comm.reduce_scatter_fn(part := torch.zeros(1), gathered.clone(), log_name="mine")
     assert (part.item(), comm.get_all_ranks_from_group()) == (2.0 * (comm.get_rank() + 1), [0, 1])

@@ -232,6 +232,9 @@ def test_init_and_its_arguments() -> None:
     copied = pickle.loads(pickle.dumps(bias))  # as a process that is spawned gets it
     assert torch.equal(copied, bias)
     assert copied.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    summary = bias.ds_summary()
+    assert (summary["status"], summary["ds_shape"], summary["ds_tensor.shape"]) == ("NOT_AVAILABLE", (4,), (4,))
+    assert copied.ds_summary() == summary
     with pytest.raises(infinity.ConfigError, match=r"zero.Init: `data_parallel_group` is not supported"):
         Init(data_parallel_group=object())
     assert not hasattr(Borrows(gathers=False).head.weight, "ds_id")

@@ -187,6 +187,7 @@ def test_what_scripts_call_on_two_ranks(tmp_path) -> None:
         "engine.scale takes a loss, which is a scalar tensor with a gradient, not one of shape"
     )
     assert "Loss scaling is required" in told["unscaled"]
+    assert told["boundary"].startswith("set_gradient_accumulation_boundary says where a step ends")
 
 
 @pytest.mark.parametrize("more", [[], ["--no-deepspeed"]])

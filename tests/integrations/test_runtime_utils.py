@@ -137,8 +137,8 @@ def test_an_engine_has_its_own() -> None:
     ],
 )
 def test_batch_sizes_follow_from_one_another(given, found) -> None:
-    config = DeepSpeedConfig({"train_batch_size": 1})
-    assert config.gradient_allreduce_op == "mean"
+    config = DeepSpeedConfig({"train_batch_size": 1, "gradient_allreduce_op": "SUM"})
+    assert config.gradient_allreduce_op == "sum"
     config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = given
     if found is None:
         with pytest.raises(AssertionError):

@@ -114,9 +114,18 @@ _COLLECTIVES = (
 )
 
 
+def _all_gather_into_tensor(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """torch's. It takes a tensor without dimensions with every backend; torch's refuses one with gloo."""
+    if input_tensor.dim() == 0:
+        input_tensor = input_tensor.view(1)
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
 def _collective(name: str) -> Callable[..., Any]:
     """torch's of this name, which also takes DeepSpeed's arguments."""
-    torchs = getattr(dist, name)
+    torchs = _all_gather_into_tensor if name == "all_gather_into_tensor" else getattr(dist, name)
     own = inspect.signature(torchs).parameters
 
     @functools.wraps(torchs)
@@ -139,7 +148,7 @@ def inference_all_reduce(
 
 def allgather_fn(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False, **more: Any) -> Any:
     """`all_gather_into_tensor`."""
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    return _all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 def reduce_scatter_fn(

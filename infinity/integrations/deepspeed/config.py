@@ -32,7 +32,6 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
 # Attributes that give a key of the configuration, and what stands for it where it is not given.
 _KEYS: dict[str, Any] = {
     "dump_state": False,
-    "gradient_allreduce_op": "mean",
     "gradient_predivide_factor": 1.0,
     "memory_breakdown": False,
     "prescale_gradients": False,
@@ -73,6 +72,7 @@ class DeepSpeedConfig:
         self.gradient_accumulation_steps: int | None = resolved.gradient_accumulation_steps
         self.managed_gradient_accumulation = resolved.managed_accumulation
         self.monitor_config = resolved.monitors
+        self.gradient_allreduce_op = "sum" if resolved.sums_ranks else "mean"
         self.gradient_clipping = resolved.gradient_clipping
         self.dataloader_drop_last = resolved.drops_last
         self.torch_autocast_enabled = resolved.autocast is not None

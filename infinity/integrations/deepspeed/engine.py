@@ -127,6 +127,17 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
             stack.callback(setattr, self, "inside_no_sync", False)
             yield
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """As the engine's.
+
+        Raises:
+            AssertedError: steps end elsewhere, or gradients of several passes have no room.
+        """
+        try:
+            super().set_gradient_accumulation_boundary(is_boundary)
+        except InfinityError as error:
+            raise AssertedError(str(error)) from error
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the engine's."""
         if self.training:
@@ -224,7 +235,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
         """As the engine's; returns True.
 
         Raises:
-            AssertedConfigError: the tag is not the same on all ranks.
+            AssertedConfigError: `save_dir` is empty, or the tag is not the same on all ranks.
         """
         try:
             super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -270,7 +281,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
     ) -> bool:
         """As the engine's, into one file; returns True."""
         self._session.export(
-            Path(save_dir),
+            save_dir,
             super().named_parameters(),
             "5GB",
             file_name=save_filename,

@@ -115,7 +115,9 @@ class NamedOptimizer(TieredOptimizer):
     def micro_step_id(self) -> int:
         """Micro-batches of the step so far, by calls of `engine.step()`."""
         engine = self._engine()
-        return 0 if engine is None else engine.micro_steps % engine.config.gradient_accumulation_steps
+        if engine is None or not engine.config.managed_accumulation:
+            return 0
+        return engine.micro_steps % engine.config.gradient_accumulation_steps
 
     @property
     def _epilogue_ran_this_backward(self) -> bool:

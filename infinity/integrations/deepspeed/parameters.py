@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -121,6 +122,35 @@ class _Uses(Collection[int]):
         return set, (self._now(),)
 
 
+class _Summary:
+    """`param.ds_summary`: what DeepSpeed tells of a parameter in messages. Reads no values."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = weakref.ref(param)
+
+    def __call__(self, use_debug_name: bool = False) -> dict[str, Any]:
+        """Return sizes and status by DeepSpeed's names; `use_debug_name` changes nothing."""
+        param: Any = self._param()
+        if param is None:
+            return {}
+        return {
+            "id": param.ds_id,
+            "status": param.ds_status.now().name,
+            "numel": param.numel(),
+            "ds_numel": param.ds_numel,
+            "shape": tuple(param.shape),
+            "ds_shape": tuple(param.ds_shape),
+            "requires_grad": param.requires_grad,
+            "grad_shape": None if param.grad is None else tuple(param.grad.shape),
+            "persist": param.ds_persist,
+            "active_sub_modules": set(param.ds_active_sub_modules),
+            "ds_tensor.shape": tuple(param.ds_tensor.shape),
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:  # what it says now, in a copy that is pickled
+        return partial, (dict, self())
+
+
 def mark(engine: Engine) -> None:
     """Give the parameters of an engine's model the attributes that DeepSpeed's have under ZeRO-3.
 
@@ -143,6 +173,7 @@ def _mark(param: nn.Parameter) -> None:
         "ds_status": _Status(param),
         "ds_persist": False,
         "ds_active_sub_modules": _Uses(param),
+        "ds_summary": _Summary(param),
         "is_external_param": False,  # one that another module uses is noticed as it is used
     }
     for name, value in attributes.items():

@@ -47,8 +47,11 @@ class Engine(engine.Engine):
 
     @property
     def global_samples(self) -> int:
-        """Samples so far, those of skipped updates included."""
-        return self._step.counter.counts.global_steps * self.config.train_batch_size
+        """Samples so far, those of skipped updates included: of every backward pass, if every `step()` ends a step."""
+        counts, config = self._step.counter.counts, self.config
+        if config.managed_accumulation:
+            return counts.global_steps * config.train_batch_size
+        return counts.micro_steps * (config.train_batch_size // config.gradient_accumulation_steps)
 
     # Precision #
 
@@ -148,8 +151,7 @@ class Engine(engine.Engine):
     def was_step_applied(self) -> bool:
         """The last `step()` updated the parameters."""
         outcome = self._step.last.outcome
-        at_boundary = self._step.counter.counts.micro_steps % self.config.gradient_accumulation_steps == 0
-        return outcome is not None and at_boundary and not outcome.skipped
+        return outcome is not None and not self._step.counter.position and not outcome.skipped
 
     # Telemetry #
 
