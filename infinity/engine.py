@@ -149,7 +149,15 @@ class Engine(Accessors):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward, with each unit in memory while it is needed."""
+        """Run the model's forward, with each unit in memory while it is needed.
+
+        Raises:
+            InfinityError: another thread runs it.
+        """
+        with self._step.hooks.thread.held():
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
         if self.config.casts_inputs:
             args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))

@@ -60,6 +60,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.errors import InfinityError
 from infinity.zero.compiled import is_compiled, left_out
 from infinity.zero.coroutines import this_thread
+from infinity.zero.one_thread import OneThread
 from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import HookPoint, Partition, UnitLayout
 from infinity.zero.reads import ParameterReads, Used
@@ -126,12 +127,16 @@ class Hooks:
     Args:
         lent: identities of parameters that lie outside of their units for now.
         alone: no other rank must see the same events in the same order.
+
+    Attributes:
+        thread: the one that runs the model's forward.
     """
 
     def __init__(
         self, model: nn.Module, partition: Partition, listener: Listener, lent: Container[int], *, alone: bool
     ) -> None:
         self._model = model
+        self.thread = OneThread()
         self._listener = listener
         self._compiled = is_compiled(model)
         self._handles: list[RemovableHandle] = []
@@ -210,8 +215,13 @@ class Hooks:
         self._reads.end()
         running = self._running
         while running:
-            units = tuple(running.pop().units)
-            self._listener.leave(units, ends_forward=not running)
+            call = running.pop()
+            self._release(call)
+            self._listener.leave(tuple(call.units), ends_forward=not running)
+
+    def _release(self, call: _Call) -> None:
+        if call.claims:
+            self.thread.release()
 
     def remove(self) -> None:
         """Remove all hooks, and the reference to the listener, which refers to this object."""
@@ -232,7 +242,12 @@ class Hooks:
             # Before the call opens: asking for the node of a view that was changed in place makes autograd create it.
             inputs = list(_recorded((args, kwargs))) if point.moving and torch.is_grad_enabled() else []
             call = _Call(module, point.units, followed, self._begun)
-            self._listener.enter(point.units)
+            call.claims = self.thread.claim()
+            try:
+                self._listener.enter(point.units)
+            except BaseException:
+                self._release(call)
+                raise
             if self._counting:
                 self._count(point.units)
             else:
@@ -245,9 +260,10 @@ class Hooks:
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             running = self._running
-            if not running or running[-1].module is not module:
+            if not running or running[-1].module is not module or running[-1].thread != threading.get_ident():
                 return  # an exception came before `before`
             call = running.pop()
+            self._release(call)
             if call.watches:
                 self._reads.end()
             self._listener.leave(tuple(call.units), ends_forward=not running)
@@ -414,6 +430,7 @@ class _Call:
         first_node: the sequence number of the first autograd node that the call may have made.
         has_inputs: autograd continues from the call to older nodes.
         watches: the watch on reads began with the call, and ends with it.
+        claims: the call's thread holds the model until the call ends.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[int], followed: Sequence[int], begun: _Begun) -> None:
@@ -424,6 +441,8 @@ class _Call:
         self.first_node = torch._C._autograd._get_sequence_nr()
         self.has_inputs = False
         self.watches = False
+        self.thread = threading.get_ident()
+        self.claims = False
         self._begun = begun
 
     def begin_with(self, result: Any, given: Any) -> None:
