@@ -289,7 +289,7 @@ class Hooks:
         self._note_pass()
 
     def _note_pass(self) -> int:
-        """Return autograd's number of the running pass, -1 for none. Inner passes have higher numbers than outer ones."""
+        """Return autograd's number of the running pass, -1 for none. Inner passes have the higher numbers."""
         running = torch._C._current_graph_task_id()
         if running >= 0 and (self._outermost is None or running < self._outermost):
             self._outermost = running

@@ -55,7 +55,7 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(placement, past_engine
         future.add_done_callback(lambda _: refused.set())
         model.between = let_second_in
         first = train_on(engine, [ids])
-        with pytest.raises(infinity.InfinityError, match="two threads call the model at once: .* a lock around"):
+        with pytest.raises(infinity.InfinityError, match=r"two threads call the model at once: .* a lock around"):
             future.result()
         model.between = _nothing
         assert first + train_on(engine, [ids]) == losses
