@@ -150,7 +150,15 @@ class Engine(Accessors):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward pass, as `engine(...)` does. Each unit is in memory while it is used."""
+        """Run the model's forward pass, as `engine(...)` does. Each unit is in memory while it is used.
+
+        Raises:
+            InfinityError: another thread runs it.
+        """
+        with self._step.hooks.thread.held():
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
         if self.config.casts_inputs:
             args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))
@@ -238,9 +246,14 @@ class Engine(Accessors):
         Raises:
             NonFiniteError: under the schedule `backward`, the loss is NaN or infinite, and nothing was changed; or a
                 gradient is, and the engine has stopped if other units were updated before.
-            InfinityError: the parameters have been updated by an earlier backward pass of this step.
+            InfinityError: the parameters have been updated by an earlier backward pass of this step, or `loss` is no
+                tensor.
         """
         self.optimizer.check_trains()
+        if not isinstance(loss, torch.Tensor):
+            raise InfinityError(
+                f"engine.backward takes the loss, a tensor of one number; it got a {type(loss).__name__}"
+            )
         if self._step.layer_major is not None:
             self._step.check_boundary("backward")
             raise InfinityError(LAYER_MAJOR)
@@ -503,7 +516,7 @@ class Engine(Accessors):
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
@@ -517,7 +530,7 @@ class Engine(Accessors):
         may be one on each machine. Any number of ranks that find all files can load the checkpoint.
 
         Args:
-            tag: name of the checkpoint; `global_step<N>` by default.
+            tag: name of the checkpoint, or a number that is one; `global_step<N>` by default.
             client_state: tensors and plain values, given back by `load_checkpoint`.
             save_latest: make it the one that `load_checkpoint` takes by default.
             exclude_frozen_parameters: leave them out; loading then needs `load_module_strict=False`.
@@ -541,7 +554,7 @@ class Engine(Accessors):
             raise ConfigError(f"keep_last is {keep_last}; it must be at least 1, the checkpoint that is saved")
         return self._session.save(
             save_dir,
-            tag,
+            None if tag is None else str(tag),
             client_state or {},
             options=Options(save_latest, not exclude_frozen_parameters, keep_last),
             blocking=blocking,
@@ -564,7 +577,7 @@ class Engine(Accessors):
     def load_checkpoint(
         self,
         load_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -594,7 +607,8 @@ class Engine(Accessors):
         whole = not load_module_only
         trains = whole and self.optimizer.trains
         parts = Parts(load_optimizer_states and trains, load_lr_scheduler_states and trains, whole)
-        return self._session.load(load_dir, tag, parts, strict_model=strict_model, all_weights=load_module_strict)
+        name = None if tag is None else str(tag)
+        return self._session.load(load_dir, name, parts, strict_model=strict_model, all_weights=load_module_strict)
 
     def save_16bit_model(
         self,

@@ -264,6 +264,12 @@ def _check_arguments(model: Any, config: Any, optimizer: Any) -> None:
         raise ConfigError("`config` is a model: the order is initialize(model, config, ...), or name the arguments")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model` is {_words(model)}; give initialize an nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module `{name}` ({type(module).__name__}) is TorchScript, whose parameters nothing can bring to it: "
+                "give initialize the module that it was made from, and compile that (engine.compile)"
+            )
     if not isinstance(config, (str, Path, Mapping, Config)):
         raise ConfigError(f"`config` is {_words(config)}; give a JSON file's path, its content as a dict, or a Config")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):

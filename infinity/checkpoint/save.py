@@ -222,7 +222,10 @@ def serialise(extra: Mapping[str, Any]) -> bytes:
         CheckpointError: there is something else among them, or they are more than is loaded.
     """
     buffer = io.BytesIO()
-    torch.save(dict(extra), buffer)
+    try:
+        torch.save(dict(extra), buffer)
+    except Exception as error:  # whatever pickling objects to
+        raise CheckpointError(f"client_state or the schedule's state cannot be saved: {error}") from error
     if buffer.tell() > MAX_BYTES:
         raise CheckpointError(
             f"buffers, client_state and the schedule's state are {format_size(buffer.tell())}, and a checkpoint is "

@@ -229,8 +229,19 @@ class TieredOptimizer(torch.optim.Optimizer):
             group.update({key: tuple(v) if key == "betas" else v for key, v in values.items()})
 
     def rule(self, group: int, step: int, grad_scale: float) -> Rule:
-        """Return the present rule for update number `step` of a parameter of `group`."""
-        return self.kind.rule(self.param_groups[group], step, grad_scale)
+        """Return the present rule for update number `step` of a parameter of `group`.
+
+        Raises:
+            ConfigError: a hyper-parameter of the group is missing or is no number.
+        """
+        try:
+            return self.kind.rule(self.param_groups[group], step, grad_scale)
+        except (KeyError, TypeError, ValueError) as error:
+            values = self._hyper_parameters(self.param_groups[group])
+            raise ConfigError(
+                f"parameter group {group} has a hyper-parameter that is missing or is no number ({error!r}); it has "
+                f"{values}: correct optimizer.param_groups[{group}]"
+            ) from error
 
     def rules(self) -> list[Rule]:
         """Return the present rules of all groups, for comparison."""

@@ -95,6 +95,9 @@ class ComputeLane:
         with self._paused():
             self._listener.backward_left(units)
 
+    def in_parts(self, unit: int, slot: int, *, again: bool) -> None:
+        self._listener.in_parts(unit, slot, again=again)
+
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         with self._paused():
             self._listener.gradient_ready(unit, slot, param)

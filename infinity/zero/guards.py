@@ -32,6 +32,7 @@ from infinity.zero.build import Runtime
 from infinity.zero.gathered import Loan, Owner, Place, by_unit, check_room, unit_values, views_of
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_reads import GraphPosition, leaves_read_since
+from infinity.zero.outside_units import narrow_statistics
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -407,7 +408,9 @@ class _Seam:
             if guards is None:
                 return copy.deepcopy(module, memo)
             with guards.copying(module, memo):
-                return _without_hooks(copy.deepcopy(module, memo), module)
+                copied = _without_hooks(copy.deepcopy(module, memo), module)
+                narrow_statistics(copied)
+                return copied
         finally:
             self._install(module)
 

@@ -36,8 +36,10 @@ forward pass. The eviction of the unit would lose such a change, so it is refuse
 [Note: gradients in parts]
 In one backward pass autograd sums all uses of a parameter before it delivers the gradient. Under reentrant
 checkpointing, every checkpoint is a backward pass of its own, so a unit that several calls use gets its gradients in
-parts, and must not be updated before the last part. The forward pass shows such calls: they run without gradients, and
-backward repeats them.
+parts, and must not be updated before the last part. The forward pass shows such calls: they run in the forward of an
+autograd function, which backward repeats. (Torch disables forward-mode gradients there too, and not in `no_grad`.) The
+forward pass does not show passes that a hook or a function of the user runs within backward. So a gradient that comes
+in an inner pass tells that more may come, unless it is that of a unit's one repeated call.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -58,6 +60,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.errors import InfinityError
 from infinity.zero.compiled import is_compiled, left_out
 from infinity.zero.coroutines import this_thread
+from infinity.zero.one_thread import OneThread
 from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import HookPoint, Partition, UnitLayout
 from infinity.zero.reads import ParameterReads, Used
@@ -82,6 +85,13 @@ class Listener(Protocol):
     def backward_left(self, units: tuple[int, ...]) -> None:
         """Called when backward has left one call of the module with these units, after `leave`."""
 
+    def in_parts(self, unit: int, slot: int, *, again: bool) -> None:
+        """Called before `gradient_ready` if more gradients of the unit may come before backward ends.
+
+        Args:
+            again: this parameter has had a gradient in this backward pass.
+        """
+
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         """Called when `param.grad` holds this backward pass's gradient."""
 
@@ -95,7 +105,8 @@ class _UnitUses:
         awaited: number of its gradients in a backward pass.
         arrived: number of gradients that have come in the running backward pass.
         calls: number of calls in training forward passes whose backward is to come.
-        repeats: one of them ran without gradients, and backward repeats it.
+        repeats: one of them ran in an autograd function, and backward repeats it.
+        had: the parameters that have had a gradient in the running backward pass.
     """
 
     followed: bool
@@ -103,6 +114,7 @@ class _UnitUses:
     arrived: int = 0
     calls: int = 0
     repeats: bool = False
+    had: set[int] = field(default_factory=set)
 
     @property
     def is_complete(self) -> bool:
@@ -115,12 +127,16 @@ class Hooks:
     Args:
         lent: identities of parameters that lie outside of their units for now.
         alone: no other rank must see the same events in the same order.
+
+    Attributes:
+        thread: the one that runs the model's forward.
     """
 
     def __init__(
         self, model: nn.Module, partition: Partition, listener: Listener, lent: Container[int], *, alone: bool
     ) -> None:
         self._model = model
+        self.thread = OneThread()
         self._listener = listener
         self._compiled = is_compiled(model)
         self._handles: list[RemovableHandle] = []
@@ -136,6 +152,7 @@ class Hooks:
         self._alone = alone
         self._trained: list[tuple[nn.Parameter, int]] = []  # and the key of its hook
         self._counting = False
+        self._outermost: int | None = None  # autograd's number of the running backward pass
         unit_of: dict[int, int] = {}
         self._names: dict[int, str] = {}
         for unit in partition.units:
@@ -189,6 +206,8 @@ class Hooks:
         for each in self._units:
             each.arrived = each.calls = 0
             each.repeats = False
+            each.had.clear()
+        self._outermost = None
         self._begun.end(lambda call: True)
 
     def abandon(self) -> None:
@@ -196,8 +215,13 @@ class Hooks:
         self._reads.end()
         running = self._running
         while running:
-            units = tuple(running.pop().units)
-            self._listener.leave(units, ends_forward=not running)
+            call = running.pop()
+            self._release(call)
+            self._listener.leave(tuple(call.units), ends_forward=not running)
+
+    def _release(self, call: _Call) -> None:
+        if call.claims:
+            self.thread.release()
 
     def remove(self) -> None:
         """Remove all hooks, and the reference to the listener, which refers to this object."""
@@ -218,9 +242,16 @@ class Hooks:
             # Before the call opens: asking for the node of a view that was changed in place makes autograd create it.
             inputs = list(_recorded((args, kwargs))) if point.moving and torch.is_grad_enabled() else []
             call = _Call(module, point.units, followed, self._begun)
-            self._listener.enter(point.units)
+            call.claims = self.thread.claim()
+            try:
+                self._listener.enter(point.units)
+            except BaseException:
+                self._release(call)
+                raise
             if self._counting:
                 self._count(point.units)
+            else:
+                self._note_pass()  # a hook may be about to run a backward pass within this one
             call.watches = self._reads.begin()
             self._running.append(call)
             call.has_inputs = bool(inputs)
@@ -229,9 +260,10 @@ class Hooks:
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             running = self._running
-            if not running or running[-1].module is not module:
+            if not running or running[-1].module is not module or running[-1].thread != threading.get_ident():
                 return  # an exception came before `before`
             call = running.pop()
+            self._release(call)
             if call.watches:
                 self._reads.end()
             self._listener.leave(tuple(call.units), ends_forward=not running)
@@ -254,6 +286,14 @@ class Hooks:
 
     def _backward_begins(self, grad: torch.Tensor) -> None:
         self._listener.backward_enter(())
+        self._note_pass()
+
+    def _note_pass(self) -> int:
+        """Return autograd's number of the running pass, -1 for none. Inner passes have the higher numbers."""
+        running = torch._C._current_graph_task_id()
+        if running >= 0 and (self._outermost is None or running < self._outermost):
+            self._outermost = running
+        return running
 
     def use(self, units: tuple[int, ...]) -> Used | None:
         """Enter units whose parameters a torch function is about to read; see [Note: uses that no output shows]."""
@@ -281,11 +321,14 @@ class Hooks:
             )
 
     def _count(self, units: tuple[int, ...]) -> None:
-        """Count a call of a module with these units in a training forward pass."""
+        """Count a call of a module with these units in a training forward pass, see [Note: gradients in parts]."""
+        repeats = not torch.is_grad_enabled()
+        if repeats and (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
+            return  # no backward follows
         for unit in units:
             each = self._units[unit]
             each.calls += 1
-            each.repeats |= not torch.is_grad_enabled()
+            each.repeats |= repeats
 
     # Backward #
 
@@ -295,6 +338,7 @@ class Hooks:
         def ready(param: torch.Tensor) -> None:
             if param.grad is None:
                 return  # a user's hook has taken it: for torch the parameter has no gradient in this pass
+            self._look_for_parts(unit, slot)
             self._listener.gradient_ready(unit, slot, param)  # type: ignore[arg-type]
             each.arrived += 1
             if self._alone and each.followed and each.is_complete:
@@ -303,6 +347,15 @@ class Hooks:
         handle = param.register_post_accumulate_grad_hook(ready)
         self._handles.append(handle)
         self._trained.append((param, handle.id))
+
+    def _look_for_parts(self, unit: int, slot: int) -> None:
+        """Report a gradient that may not be the last one of its unit, see [Note: gradients in parts]."""
+        running = self._note_pass()
+        each = self._units[unit]
+        again = slot in each.had
+        each.had.add(slot)
+        if again or (running != self._outermost and not (each.repeats and each.calls == 1)):
+            self._listener.in_parts(unit, slot, again=again)
 
     def _let_users_hooks_come_first(self) -> None:
         """Move our hooks behind newer hooks on `param.grad`, so that these can see and change it first.
@@ -330,6 +383,9 @@ class _Nobody:
         """Do nothing."""
 
     backward_enter = leave = backward_left = enter
+
+    def in_parts(self, unit: int, slot: int, *, again: bool) -> None:
+        """Do nothing."""
 
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         """Do nothing."""
@@ -374,6 +430,7 @@ class _Call:
         first_node: the sequence number of the first autograd node that the call may have made.
         has_inputs: autograd continues from the call to older nodes.
         watches: the watch on reads began with the call, and ends with it.
+        claims: the call's thread holds the model until the call ends.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[int], followed: Sequence[int], begun: _Begun) -> None:
@@ -384,6 +441,8 @@ class _Call:
         self.first_node = torch._C._autograd._get_sequence_nr()
         self.has_inputs = False
         self.watches = False
+        self.thread = threading.get_ident()
+        self.claims = False
         self._begun = begun
 
     def begin_with(self, result: Any, given: Any) -> None:

@@ -100,6 +100,15 @@ class WidenedParameters:
         module._parameters.update(self._own)
 
 
+def narrow_statistics(module: nn.Module) -> None:
+    """Cast the statistics of one normalisation as its parameters are, for a module without `WidenedParameters`."""
+    if isinstance(module, _NormBase) and module.affine:
+        for name in _STATISTICS:
+            statistics = module._buffers[name]
+            if statistics is not None:
+                module._buffers[name] = statistics.to(module.weight.dtype)
+
+
 def normalisations(model: nn.Module) -> list[tuple[nn.Module, WidenedParameters]]:
     """The modules that have both parameters and statistics."""
     found = [module for module in model.modules() if isinstance(module, _NormBase)]

@@ -665,6 +665,11 @@ class Step:
             if self.updates.add(addend):
                 self._complete(addend.unit)
 
+    def in_parts(self, unit: int, slot: int, *, again: bool) -> None:
+        if again:
+            self.updates.check_parts(unit, slot)
+        self.updates.in_parts(unit)
+
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         opened = self._open
         if opened is None or opened.phase is not Phase.BACKWARD:

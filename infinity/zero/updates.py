@@ -19,7 +19,7 @@ from enum import Enum
 
 import torch
 
-from infinity.errors import CapacityError, NonFiniteError
+from infinity.errors import CapacityError, InfinityError, NonFiniteError
 from infinity.kernels import Rule
 from infinity.optim.jobs import Segment
 from infinity.optim.pipeline import UpdatePipeline
@@ -93,6 +93,7 @@ class Updates:
         self._finals: list[int] = []
         self._last_pass = False  # whether the running or latest backward pass is the step's last one
         self._in_parts: frozenset[int] = frozenset()
+        self._updated: set[int] = set()  # units updated in the running backward pass, also speculatively
         self._early = True
         self._foresight = Foresight()
         self.under_way = False  # the step's updates have begun and have not ended
@@ -110,6 +111,7 @@ class Updates:
         self._last_pass = last
         self._early = early
         self._in_parts = in_parts
+        self._updated.clear()
         self._due.clear()
         self._asked.clear()
         self._pipeline.prefer(begun=True)
@@ -126,6 +128,27 @@ class Updates:
         if self._last_pass and self._schedule is UpdateSchedule.BACKWARD:
             self._losses.check_late()
             self._all_final()
+
+    def in_parts(self, unit: int) -> None:
+        """Note that the unit's gradients are complete only at the end of the running backward pass."""
+        self._in_parts |= {unit}
+        self._due.pop(unit, None)
+        self._asked.pop(unit, None)
+
+    def check_parts(self, unit: int, slot: int) -> None:
+        """Check that a parameter's further gradient in a backward pass comes before its unit's update.
+
+        Raises:
+            InfinityError: the unit has been updated.
+        """
+        if unit not in self._updated:
+            return
+        raise InfinityError(
+            f"parameter `{self._partition.units[unit].slots[slot].name}` has got a second gradient in one backward "
+            "pass, and the first has updated it already: a hook or an autograd function runs a backward pass of its "
+            "own within this one. Set tiering.update_schedule to deferred, which updates after all of them, and resume "
+            "from the last checkpoint"
+        )
 
     def final(self, unit: int) -> None:
         """Note that the unit's gradients of this step are complete, unless they come in parts.
@@ -156,6 +179,7 @@ class Updates:
         segments = self._segments(self._partition.units[unit], 1.0 / self._losses.loss_scale.value)
         if self._executor.run_ahead(unit, segments, may_leave=self._gradients.are_measured(unit)):
             self._finals.append(unit)
+            self._updated.add(unit)
             self._foresight.tried()
 
     def undo_ahead(self, *, grads: bool = True) -> None:
@@ -212,6 +236,7 @@ class Updates:
                 "deferred, which skips such a step"
             )
         self._finals.append(unit)
+        self._updated.add(unit)
         self._sums_sq += self._gradients.sums_sq(unit)
         self._update(unit, self._segments(self._partition.units[unit], 1.0))
 

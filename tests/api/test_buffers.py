@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -242,3 +243,17 @@ def test_an_integer_parameter_without_values_is_refused_by_name() -> None:
     with pytest.raises(infinity.ConfigError, match="`base` is int8 and on the meta device"):
         infinity.initialize(model, Recipe("bf16").config(Placement()))
     assert all(param.is_meta for param in model.parameters())
+
+
+def test_a_copy_in_16_bits_computes_with_its_statistics() -> None:
+    """torch takes no parameters in 16 bits beside statistics in float32, as the engine's model has."""
+    model = Norms()
+    batch = inputs(torch.bfloat16)[0]
+    with infinity.initialize(model=model, config=Recipe("bf16").config(Placement()))[0] as engine:
+        engine.backward(engine(batch).float().square().mean())
+        engine.step()
+        copied = copy.deepcopy(engine.module).eval()
+        assert copied.first[1].running_mean.dtype is torch.bfloat16
+        assert model.first[1].running_mean.dtype is torch.float32
+        with torch.no_grad():
+            torch.testing.assert_close(copied(batch), engine.eval()(batch), rtol=0.05, atol=0.05)

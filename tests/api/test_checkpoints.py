@@ -483,3 +483,20 @@ def test_two_ranks_go_on_from_a_checkpoint_as_one_does(tmp_path) -> None:
             assert_same(by_stage[stage][0], loaded)
             for name, value in by_stage[stage][1].items():
                 torch.testing.assert_close(value, after[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tag", [0, 7, 2.25])
+def test_a_tag_may_be_a_number(tag, tmp_path) -> None:
+    """Scripts for DeepSpeed give a step or a loss."""
+    with engine_of() as engine:
+        train(engine)
+        engine.save_checkpoint(tmp_path, tag)
+        assert engine.load_checkpoint(tmp_path, tag)[0] == tmp_path / str(tag)
+
+
+def test_a_client_state_that_cannot_be_pickled_is_refused(tmp_path) -> None:
+    with engine_of() as engine:
+        train(engine)
+        with pytest.raises(infinity.CheckpointError, match=r"client_state .* cannot be saved: .*lambda"):
+            engine.save_checkpoint(tmp_path, client_state={"schedule": lambda step: step})
+        engine.save_checkpoint(tmp_path)

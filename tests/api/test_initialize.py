@@ -386,3 +386,10 @@ def test_an_engine_that_fails_as_the_last_thing_leaves_nothing_on_the_model(monk
     assert torch.equal(model.weight, values)
     with infinity.initialize(model, config)[0] as engine:
         assert torch.equal(dict(engine.named_parameters())["weight"], values)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torchscript_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(infinity.ConfigError, match=r"module `1` \(RecursiveScriptModule\) is TorchScript"):
+        infinity.initialize(model=model, config={"train_batch_size": 1})

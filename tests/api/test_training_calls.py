@@ -464,3 +464,26 @@ def test_hyper_parameters_that_change_after_updates_began_are_refused(tmp_path) 
             engine.step()
         group["lr"] = before
         engine.step()
+
+
+@pytest.mark.parametrize("loss", [None, 1.0, {"loss": torch.ones(())}])
+def test_a_loss_that_is_no_tensor_is_refused(loss, tmp_path) -> None:
+    with infinity.initialize(model=tiny_gpt2(), config=recipe("memory", tmp_path))[0] as engine:
+        with pytest.raises(infinity.InfinityError, match=rf"takes the loss, .* got a {type(loss).__name__}"):
+            engine.backward(loss)
+        by_engine(engine, None, batches(1))
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", None), ("lr", "high"), ("betas", (0.9,)), ("weight_decay", [])])
+def test_a_hyper_parameter_that_is_no_number_is_refused_by_name(key, value, tmp_path) -> None:
+    with infinity.initialize(model=tiny_gpt2(), config=recipe("memory", tmp_path))[0] as engine:
+        group = engine.optimizer.param_groups[0]
+        before, group[key] = group[key], value
+        loss = loss_of(engine, batches(1)[0])
+        with pytest.raises(
+            infinity.ConfigError, match=rf"parameter group 0 .*'{key}': .*correct optimizer.param_groups"
+        ):
+            engine.backward(loss)
+        group[key] = before
+        engine.zero_grad()
+        by_engine(engine, None, batches(1))

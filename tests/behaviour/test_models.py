@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.zero.foresight import Foresight
 from tests.behaviour.reference import batches as texts
 from tests.behaviour.reference import loss_of as language_loss
 from tests.behaviour.reference import tiny_llama
@@ -358,6 +359,15 @@ class RepeatedReentrant(Repeated):
         return x
 
 
+class SelfConditioned(Chain):
+    """All blocks are called without gradients first, and nothing repeats those calls."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            condition = super().forward(x)
+        return super().forward(x + condition)
+
+
 # Other than plain float parameters #
 
 
@@ -399,6 +409,7 @@ MODELS = [
     Checkpointed,
     CheckpointedReentrant,
     RepeatedReentrant,
+    SelfConditioned,
     Buffers,
     Autocast,
 ]
@@ -487,6 +498,47 @@ def test_gradients_that_wait_for_one_another_get_room_as_the_refusal_says(tmp_pa
     assert "host_memory" not in str(refused.value)
     settings["tiering"]["update_schedule"] = "deferred"
     assert_trains_as_plainly(SiameseReentrant, tmp_path, settings=settings, stays=True)
+
+
+class PassesInHook(Chain):
+    """A hook runs backward passes of its own within the outer one, which the forward pass does not show.
+
+    Attributes:
+        outer: the outer pass goes through the blocks, too, before the hook is called.
+    """
+
+    def __init__(self, *, outer: bool = False) -> None:
+        super().__init__()
+        self.outer = outer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = super().forward
+
+        @torch.enable_grad()
+        def hook(grad: torch.Tensor) -> None:
+            for rows in x.detach().split(2):
+                half(rows).square().mean().backward()
+
+        x = x * 1.0
+        x.register_hook(hook)
+        return half(x) if self.outer else x
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("schedule", ["backward", "speculative", "deferred"])
+def test_backward_passes_within_a_hook_count_or_are_refused(schedule, outer, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Foresight, "runs_ahead", schedule == "speculative")
+    settings = config(tmp_path, "1MiB", gradient_clipping=0 if schedule == "backward" else 1e9)
+    settings["tiering"] |= {"update_schedule": schedule, "timeline": str(tmp_path / "timeline.json")}
+    if schedule == "deferred" or not outer:
+        assert_trains_as_plainly(lambda: PassesInHook(outer=outer), tmp_path, settings=settings, stays=True)
+        return
+    engine, *_ = infinity.initialize(model=PassesInHook(outer=True), config=settings)
+    with engine:
+        with pytest.raises(infinity.InfinityError, match=r"tiering.update_schedule to \"?deferred"):
+            engine.backward(loss_of(engine, batches()[0].requires_grad_()))
+        with pytest.raises(infinity.InfinityError, match=r"stopped after an error|backward pass that failed"):
+            engine.step()
 
 
 # Other loops #

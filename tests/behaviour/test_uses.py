@@ -48,6 +48,9 @@ class Recorder:
         for unit in units:
             self.in_use.remove(unit)
 
+    def in_parts(self, unit: int, slot: int, *, again: bool) -> None:
+        raise AssertionError("no pass runs within another one")
+
     def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
         param.grad = None
 
