@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import path_argument, size_argument
+from infinity.cli.arguments import name_argument, path_argument, size_argument
 from infinity.cli.packages import needed_packages
 from infinity.cli.ready import config_argument
 from infinity.config import Config, load_config, with_values
@@ -38,7 +38,7 @@ def _everything_on_nvme(stage: int) -> Mapping[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", help="as `infinity train --model` takes it")
+    model.add_argument("--model", type=name_argument, help="as `infinity train --model` takes it")
     model.add_argument("--params", help="a GPT of about so many parameters, 70e9, or of layers x width, 128x25600")
     parser.add_argument(
         "--tiles", type=int, default=1, help="cut the layers of --params into so many tiles (TiledLinear)"
@@ -320,7 +320,10 @@ def _format(config: Config) -> str:
 
 
 def _count(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 70e12")
     return value
