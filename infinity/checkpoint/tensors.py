@@ -170,9 +170,13 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             length_field = file.read(8)
-            length = struct.unpack("<Q", length_field)[0] if len(length_field) == 8 else -1
+            if len(length_field) < 8:
+                raise CheckpointError(f"{path} is damaged: it has {size} bytes, too few for a safetensors file")
+            length = struct.unpack("<Q", length_field)[0]
             if not 0 < length <= min(_MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"{path} is damaged: its header has length {length}")
+                raise CheckpointError(
+                    f"{path} is damaged: its header has length {length}, and the file has {size} bytes"
+                )
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

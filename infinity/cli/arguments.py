@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from infinity.config import expanded_path, parse_size
+from infinity.errors import ConfigError
 
 
 def size_argument(text: str) -> int:
@@ -28,6 +29,39 @@ def path_argument(text: str) -> Path:
         return Path(expanded_path(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def name_argument(text: str) -> str:
+    """A name, or a path whose `~` is expanded as in `path_argument`, as argparse wants its types."""
+    return str(path_argument(text)) if text.startswith("~") else text
+
+
+def check_directory(option: str, path: Path) -> None:
+    """See before long work that its results can be written into a directory, which need not exist.
+
+    Raises:
+        ConfigError: the directory, or the nearest directory above it, is a file or cannot be written.
+    """
+    place = path.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        raise ConfigError(f"{option} {path}: {place} is no directory: give another path")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path}: {place} cannot be written: give another path, or change its permissions")
+
+
+def check_file(option: str, path: Path) -> None:
+    """See before long work that its results can be written into a file.
+
+    Raises:
+        ConfigError: the file is a directory or cannot be written, or its directory does not exist.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a directory: give a file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no such directory")
+    check_directory(option, path.absolute().parent)
 
 
 def program_argument(text: str) -> Path:

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.arguments import path_argument
+from infinity.cli.arguments import check_directory, check_file, path_argument
 from infinity.cli.packages import needed_packages
+from infinity.cli.ready import ready_configuration
 from infinity.config import format_size, load_config, with_values
 from infinity.errors import ConfigError
 
@@ -49,8 +50,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure and write; returns the exit code."""
     if args.output.exists() and not args.force:
         raise ConfigError(f"--output {args.output} is there already: give another name, or --force to replace it")
-    if not args.output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {args.output}: there is no such directory")
+    check_file("--output", args.output)
+    if args.profile is not None:
+        check_file("--profile", args.profile)
+    load_config(with_values(ready_configuration(_BASE), _given(args)))
+    for path in args.nvme:
+        check_directory("--nvme", path)
     for path in args.nvme:
         _make(path)
     profile, seconds = _measured(args.nvme)
@@ -59,11 +64,11 @@ def run(args: argparse.Namespace) -> int:
     precision = faster_precision(seconds)
     values = _values(args, profile, precision)
     load_config(values)
-    args.output.write_text(json.dumps(values, indent=2) + "\n")
     if args.profile is not None:
         from infinity.profiling import write_profile  # noqa: PLC0415  (the same)
 
         write_profile(profile, args.profile)
+    _write(args.output, values)
     if args.json:
         print(
             json.dumps({"config": str(args.output), "precision": precision, "product_s": seconds, "profile": profile})
@@ -78,6 +83,13 @@ def _make(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--nvme {path} cannot be made: {error.strerror}; give a directory on a drive") from error
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from error
 
 
 def _measured(paths: list[Path]) -> tuple[dict[str, Any], dict[str, float]]:
@@ -103,18 +115,20 @@ def _measured(paths: list[Path]) -> tuple[dict[str, Any], dict[str, float]]:
         progress.clear()
 
 
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Keys of the configuration that the command line names."""
+    return {} if args.host_memory is None else {"tiering.host_memory": args.host_memory}
+
+
 def _values(args: argparse.Namespace, profile: dict[str, Any], precision: str) -> dict[str, Any]:
     """The configuration."""
-    from infinity.cli.ready import ready_configuration  # noqa: PLC0415
     from infinity.cli.training.configuration import with_precision  # noqa: PLC0415  (torch takes seconds)
 
     drives: list[dict[str, Any]] = [{"path": str(path.absolute())} for path in args.nvme]
     if len(drives) > 1:
         for drive, measured in zip(drives, profile["drives"], strict=True):
             drive["bandwidth"] = int(measured["mixed_bytes_per_s"])
-    changes: dict[str, Any] = {"tiering.nvme": drives}
-    if args.host_memory is not None:
-        changes["tiering.host_memory"] = args.host_memory
+    changes = {"tiering.nvme": drives, **_given(args)}
     return with_precision(with_values(ready_configuration(_BASE), changes), precision)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from infinity import __version__
 from infinity.cli import (
@@ -73,10 +75,12 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="infinity", description="Train models that do not fit the GPUs at hand.")
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log what is chosen and why")
-    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:
         command.add_parser(subparsers)
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse(subparsers.choices[parsed.command], unknown)
     level = logging.INFO if parsed.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
@@ -88,6 +92,14 @@ def _run(arguments: Sequence[str] | None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return code
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """End with the arguments that a command does not have, and the option that the first of them resembles."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    nearest = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
+    hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 if __name__ == "__main__":

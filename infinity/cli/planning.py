@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import path_argument, size_argument
+from infinity.cli.arguments import name_argument, path_argument, size_argument
 from infinity.cli.packages import needed_packages
 from infinity.cli.ready import config_argument
 from infinity.config import Config, load_config, with_values
@@ -38,7 +39,7 @@ def _everything_on_nvme(stage: int) -> Mapping[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", help="as `infinity train --model` takes it")
+    model.add_argument("--model", type=name_argument, help="as `infinity train --model` takes it")
     model.add_argument("--params", help="a GPT of about so many parameters, 70e9, or of layers x width, 128x25600")
     parser.add_argument(
         "--tiles", type=int, default=1, help="cut the layers of --params into so many tiles (TiledLinear)"
@@ -163,11 +164,25 @@ def draft_of(asked: Asked) -> Draft:
     return Draft(asked, plan, work, step, needs, list(problems(plan, needs, asked.drives, asked.host_bytes)))
 
 
+@cache  # a search for the largest model leaves memory behind that is not the libraries'
 def libraries_bytes() -> int:
-    """What this process takes: it has loaded what training loads, and nothing of a model."""
+    """Return what this process takes once it has computed, in bytes, as the first call measures it.
+
+    It has loaded what training loads. Call it first before there is a model.
+    """
     import psutil  # noqa: PLC0415  (measured at the end, so loaded late)
 
+    _compute_once()
     return int(psutil.Process().memory_info().rss)
+
+
+def _compute_once() -> None:
+    """Run a small block forward and backward, whose kernels are loaded at their first use."""
+    import torch  # noqa: PLC0415  (it takes seconds)
+
+    block = torch.nn.TransformerEncoderLayer(64, 2, 64, batch_first=True, dtype=torch.bfloat16)
+    hidden = block(torch.ones(1, 64, 64, dtype=torch.bfloat16))
+    torch.nn.functional.cross_entropy(hidden[0].float(), torch.zeros(64, dtype=torch.long)).backward()
 
 
 def read_arguments(args: argparse.Namespace, command: str) -> Asked:
@@ -176,6 +191,8 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
     Raises:
         ConfigError: an option or the configuration cannot work.
     """
+    if args.machine_memory == 0:
+        raise ConfigError("--machine-memory is 0; it must be more")
     for name in ("tiles", "micro_batch_size", "accumulation", "seq_len", "nodes", "ranks"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -184,6 +201,7 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
         from infinity.memory import available_memory_bytes  # noqa: PLC0415  (torch takes seconds)
         from infinity.planner import Drive, Machine, drives_here, free_on  # noqa: PLC0415
 
+    libraries = libraries_bytes()
     _fill_in(args)
     world = args.nodes * args.ranks
     config = load_config(_values(args), world_size=world)
@@ -197,7 +215,7 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
         machine,
         drives,
         # This process has its libraries already; those of a training take their place.
-        args.machine_memory or available_memory_bytes() + libraries_bytes(),
+        args.machine_memory or available_memory_bytes() + libraries,
         _rates(args, config, machine),
         args.seq_len or min(_TOKENS, longest),
         args.checkpoint_activations,
@@ -320,7 +338,10 @@ def _format(config: Config) -> str:
 
 
 def _count(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 70e12")
     return value

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import path_argument, size_argument
+from infinity.cli.arguments import check_file, path_argument, size_argument
 from infinity.config import format_size, load_config
 from infinity.errors import ConfigError
 
@@ -47,8 +47,11 @@ def run(args: argparse.Namespace) -> int:
     from infinity.zero.ranks import join_ranks  # noqa: PLC0415
 
     job = _job(args)
-    if args.output is not None and not args.output.resolve().parent.is_dir():
-        raise ConfigError(f"--output {args.output}: there is no such directory")
+    if args.output is not None:
+        check_file("--output", args.output)
+    for path in job.paths:
+        if not path.is_dir():
+            raise ConfigError(f"{path} is no directory: give --path DIR on the drive to measure")
     ranks = join_ranks()
     if ranks.rank == 0 and job.paths:
         print(f"writes at most {format_size(planned_write_bytes(job))}", file=sys.stderr)

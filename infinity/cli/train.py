@@ -7,7 +7,7 @@ import math
 import sysconfig
 from pathlib import Path
 
-from infinity.cli.arguments import path_argument
+from infinity.cli.arguments import name_argument, path_argument
 from infinity.cli.packages import needed_packages
 from infinity.cli.ready import config_argument
 from infinity.errors import ConfigError
@@ -24,10 +24,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="infinity train MODEL DATA --nvme DIR --output OUT trains a model with its states on a drive and "
         "writes it as a directory that transformers loads. No configuration file is needed.",
     )
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="as --model")
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", type=name_argument, help="as --model")
     parser.add_argument("data_paths", nargs="*", metavar="DATA", type=path_argument, help="as --data")
     parser.add_argument(
         "--model",
+        type=name_argument,
         help="a size with random weights (gpt2-xl, llama:1.3b), a model directory, or a Hugging Face name such as "
         f"Qwen/Qwen2.5-0.5B (default: {_MODEL})",
     )
@@ -40,7 +41,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "`prompt` and `completion`",
     )
     parser.add_argument(
-        "--tokenizer", help="a tokenizer directory, or `bytes` (default: the model directory's, or else bytes)"
+        "--tokenizer",
+        type=name_argument,
+        help="a tokenizer directory, or `bytes` (default: the model directory's, or else bytes)",
     )
     _add_configuration(parser.add_argument_group("configuration"))
     _add_steps(parser.add_argument_group("steps"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from infinity.cli.arguments import duration_argument, path_argument, size_argument
+from infinity.cli.arguments import duration_argument, name_argument, path_argument, size_argument
 from infinity.cli.packages import needed_packages
 
 _KNOBS = ("placement", "state_format", "schedule", "tile", "aio", "batch", "memory")
@@ -20,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "so far; --resume goes on.",
     )
     parser.add_argument("config", type=path_argument, help="configuration to begin with (JSON)")
-    parser.add_argument("--model", required=True, help="as `infinity train --model` takes it")
+    parser.add_argument("--model", type=name_argument, required=True, help="as `infinity train --model` takes it")
     parser.add_argument("--out", type=path_argument, required=True, help="where the tuned configuration goes")
     parser.add_argument("--budget", type=duration_argument, default=300.0, help="time of the search (default 5m)")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens in a sample")

@@ -310,6 +310,19 @@ def test_env_tells_what_is_here(tmp_path, capsys) -> None:
     assert "no such directory" in capsys.readouterr().out
 
 
+def test_a_mistyped_option_is_named_with_the_one_that_it_resembles(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "gpt2:tiny", "--stesp", "4"])
+    assert "infinity train: error: unrecognized arguments: --stesp 4 (did you mean --steps?)" in capsys.readouterr().err
+
+
+def test_a_home_directory_is_expanded_in_a_model_and_a_tokenizer(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for option in ("--model", "--tokenizer"):
+        assert main(["train", f"{option}=~/mine", "--data", __file__, "--nvme", str(tmp_path), "--no-save"]) == 2
+        assert f"{option} {tmp_path}/mine" in capsys.readouterr().err
+
+
 def test_help_is_quick_and_needs_no_torch() -> None:
     script = """
 import sys

@@ -79,8 +79,8 @@ def test_what_is_held_out_is_not_trained_on(corpus) -> None:
 def test_too_little_text_is_refused(corpus) -> None:
     with pytest.raises(ConfigError, match="fewer than one sample of --seq-len 500"):
         samples_of(corpus, length=500)
-    with pytest.raises(ConfigError, match="no text files"):
-        find_files([corpus / "empty.txt"])
+    with pytest.raises(ConfigError, match=r"--eval-data \S*/empty.txt: there is no text"):
+        find_files([corpus / "empty.txt"], "--eval-data")
 
 
 class WordLengths:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from infinity.cli.main import main
+from infinity.cli.planning import libraries_bytes
 from infinity.cli.training import precision
 from tests.cli.test_plan import config_file
 
@@ -31,6 +34,23 @@ def test_a_drive_that_is_too_small_is_refused_with_both_numbers(tmp_path, capsys
     assert facts["machine_nvme_bytes"] > 60 << 30
     assert len(facts["problems"]) == 1
     assert main([*arguments[:-2], "130GiB", "--json"]) == 0
+
+
+def test_libraries_count_with_what_the_first_products_load() -> None:
+    """Kernels are loaded when a model first computes: 17 MiB with torch 2.13."""
+    script = (
+        "import infinity.planner, psutil; from infinity.cli.planning import libraries_bytes;"
+        "before = psutil.Process().memory_info().rss; print(libraries_bytes() - before)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(found.stdout) > 4 << 20
+
+
+def test_libraries_do_not_grow_with_what_was_planned_before() -> None:
+    before = libraries_bytes()
+    held = torch.ones(4 << 20)
+    assert libraries_bytes() == before
+    del held
 
 
 def test_ranks_and_devices(capsys) -> None:

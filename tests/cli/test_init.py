@@ -58,5 +58,24 @@ def test_what_is_measured_is_json_too(quick, capsys) -> None:
 def test_a_path_that_cannot_be_used_is_named(quick, capsys) -> None:
     (quick / "file").touch()
     assert main(["init", "--nvme", "file"]) == 2
-    assert "--nvme file cannot be made" in capsys.readouterr().err
+    assert "--nvme file: " in capsys.readouterr().err
     assert not (quick / "infinity.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output", "folder", "--force"], "--output folder is a directory: give a file"),
+        (["--output", "nowhere/mine.json"], "--output nowhere/mine.json: there is no such directory"),
+        (["--profile", "nowhere/profile.json"], "--profile nowhere/profile.json: there is no such directory"),
+        (["--host-memory", "2gigs"], "tiering.host_memory: '2gigs' is not a size"),
+        (["--nvme", "file/swap"], "file is no directory: give another path"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_measured(options, message, quick, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(init, "_measured", pytest.fail)
+    (quick / "folder").mkdir()
+    (quick / "file").touch()
+    assert main(["init", "--nvme", "swap", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert {path.name for path in quick.iterdir()} == {"folder", "file"}

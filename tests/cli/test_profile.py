@@ -107,6 +107,8 @@ def test_no_drive_is_touched_if_none_is_wanted(tmp_path, capsys, monkeypatch) ->
         (("--size", "100TiB"), "would fill the drive"),
         (("--seconds", "0"), "more than 0"),
         (("--output", "/does/not/exist.json"), "no such directory"),
+        (("--output", "/tmp"), "is a directory: give a file"),
+        (("--path", "/does/not/exist"), "/does/not/exist is no directory"),
         (("--params", "1"), "at least 2048"),
     ],
 )

@@ -164,6 +164,17 @@ def test_options_that_cannot_work(options, message, workspace, capsys, monkeypat
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options", [["--output"], ["--no-save", "--save-every", "1", "--save-dir"]], ids=lambda o: o[-1]
+)
+def test_a_directory_that_cannot_be_made_is_refused_before_the_first_step(options, workspace, capsys) -> None:
+    command = ["train", "gpt2:tiny", str(workspace / "text.txt"), "--nvme", str(workspace / "swap"), "--steps", "1"]
+    assert main([*command, *options, str(workspace / "text.txt" / "inside")]) == 2
+    shown = capsys.readouterr().err
+    assert f"{options[-1]} {workspace}/text.txt/inside: {workspace}/text.txt is no directory" in shown
+    assert "step 1" not in shown
+
+
 def test_without_a_drive_and_a_file_the_message_names_both(workspace, capsys) -> None:
     assert main(["train", "gpt2:tiny", str(workspace / "text.txt"), "--no-save"]) == 2
     shown = capsys.readouterr().err
@@ -254,6 +265,23 @@ def test_a_model_in_the_cache_is_found_by_its_name(tmp_path, monkeypatch) -> Non
     for name in ("owner/tiny", "owner/other"):
         with pytest.raises(ConfigError, match=f"--model {name} is no directory, is not in Hugging Face's cache"):
             model_directory(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", "--model ./nowhere is no model directory and no known size"),
+        ("owner/a--b", "--model owner/a--b is no directory and no Hugging Face name: "),
+        ("empty", "--model empty is a directory without config.json"),
+        ("text.txt", "--model text.txt is a file"),
+    ],
+)
+def test_what_is_no_model_is_called_what_it_is(name, message, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").touch()
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        model_directory(name)
 
 
 # infinity checkpoint export #

@@ -56,7 +56,9 @@ def find_files(paths: Iterable[Path], option: str = "--data") -> list[Path]:
             raise ConfigError(f"{option} {path} does not exist")
     files = [path for path in files if path.stat().st_size]
     if not files:
-        raise ConfigError(f"{option} has no text files ({', '.join(sorted(_SUFFIXES))}) with any content")
+        named = ", ".join(map(str, paths))
+        kinds = ", ".join(sorted(_SUFFIXES))
+        raise ConfigError(f"{option} {named}: there is no text; give files with content, or directories with {kinds}")
     return files
 
 
@@ -181,7 +183,10 @@ class Stream:
         self.vocabulary = tokens.vocabulary
         self._tokens = tokens
         if self.tokens < length:
-            raise ConfigError(f"--data has {len(tokens)} tokens, fewer than one sample of --seq-len {length}")
+            raise ConfigError(
+                f"--data has {len(tokens)} tokens, fewer than one sample of --seq-len {length}: give more text, or a "
+                "shorter --seq-len"
+            )
 
     def __len__(self) -> int:
         return self.tokens // self.length

@@ -17,6 +17,7 @@ from torch import nn
 
 from infinity import __version__
 from infinity.checkpoint import PretrainedWeights
+from infinity.cli.arguments import check_directory
 from infinity.cli.training.apart import check_apart, model_inputs
 from infinity.cli.training.configuration import ConfigOptions, base_values, with_schedule
 from infinity.cli.training.data import Samples
@@ -175,6 +176,12 @@ def _prepare(settings: Settings) -> _Prepared:
             f"--lora {settings.lora} adapts a pretrained model, and --model {settings.model} is a size with random "
             "weights: give a model directory or a Hugging Face name, or leave --lora out"
         )
+    saving = settings.saving
+    output = output_directory(saving.output, settings.model, source) if saving.model else None
+    if output is not None and ranks.rank == 0:
+        check_directory("--output", output)
+    if saving.every is not None:
+        check_directory("--save-dir", saving.checkpoints)
     default_lr = _LORA_LR if settings.lora is not None else _FRESH_LR if source is None else _PRETRAINED_LR
     options = replace(settings.config, default_lr=default_lr)
     device = _device(settings.device)
@@ -204,7 +211,6 @@ def _prepare(settings: Settings) -> _Prepared:
         settings.data.seq_len,
         checkpointing=settings.checkpoint_activations,
     )
-    saving = settings.saving
     return _Prepared(
         name=settings.model,
         source=source,
@@ -217,7 +223,7 @@ def _prepare(settings: Settings) -> _Prepared:
         values=values,
         schedule=schedule,
         steps=steps,
-        output=output_directory(saving.output, settings.model, source) if saving.model else None,
+        output=output,
     )
 
 

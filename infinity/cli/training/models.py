@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
@@ -16,7 +17,7 @@ from infinity.errors import ConfigError
 from infinity.integrations.pretrained import pretrained_model, pretrained_shape
 from infinity.zero.meta import construct_on_meta
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # and the tokenizer
 
 
@@ -105,6 +106,9 @@ def model_directory(name: str, *, weights: bool = True) -> Path | None:
         return Path(name)
     if _HUB_NAME.fullmatch(name) and not Path(name).exists():
         return _from_hub(name, weights=weights)
+    if Path(name).exists():
+        kind = "a directory without config.json" if Path(name).is_dir() else "a file"
+        raise ConfigError(f"--model {name} is {kind}: give a directory that save_pretrained wrote")
     nearest = difflib.get_close_matches(name, _SHAPES, 1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(
@@ -126,6 +130,8 @@ def _from_hub(name: str, *, weights: bool) -> Path:
             return cached
     except FileNotFoundError:  # nothing of it is in the cache
         pass
+    except HFValidationError as error:
+        raise ConfigError(f"--model {name} is no directory and no Hugging Face name: {_first_line(error)}") from error
     try:
         patterns = [*_DESCRIPTION, *(["*.safetensors"] if weights else [])]
         found = Path(snapshot_download(name, allow_patterns=patterns))  # without a network, what is in the cache

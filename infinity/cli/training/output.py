@@ -20,7 +20,7 @@ _FOLDER = "trained"
 
 
 def output_directory(asked: Path | None, model: str, source: Path | None) -> Path:
-    """Where the trained model goes: where the command line says, or a new directory below `trained`.
+    """Return where the trained model goes: where the command line says, or a new directory below `trained`.
 
     Args:
         model: its name on the command line.
@@ -35,8 +35,6 @@ def output_directory(asked: Path | None, model: str, source: Path | None) -> Pat
         raise ConfigError(
             f"--output {asked} is the directory of --model, whose weights training begins with: give another directory"
         )
-    if asked.exists() and not asked.is_dir():
-        raise ConfigError(f"--output {asked} is a file: give a directory")
     return asked
 
 

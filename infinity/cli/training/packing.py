@@ -47,7 +47,7 @@ class Packed:
             if not flags.tell():
                 raise ConfigError(
                     f"--data has nothing to learn: {self.documents} documents, {self.cut} of which are longer than "
-                    f"--seq-len {length}; is what is to be learned behind that?"
+                    f"--seq-len {length}; give documents that have answers, or a --seq-len that reaches them"
                 )
             ids.flush()
             flags.flush()

@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 
 from infinity import __version__
+from infinity.cli.arguments import check_file
 from infinity.cli.planning import libraries_bytes
 from infinity.cli.progress import Progress
 from infinity.cli.training.models import build_model, max_tokens
@@ -101,8 +102,8 @@ def _read(args: argparse.Namespace) -> tuple[dict[str, Any], Config]:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     for name in ("out", "html"):
         path = getattr(args, name)
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no such directory")
+        if path is not None:
+            check_file(f"--{name}", path)
     if args.out.exists() and args.config.exists() and args.out.samefile(args.config):
         raise ConfigError(f"--out {args.out} is the given configuration, which stays as it is: name another file")
     values = read_json(args.config)
