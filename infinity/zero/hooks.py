@@ -43,7 +43,7 @@ backward repeats them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -61,36 +61,38 @@ from infinity.zero.coroutines import this_thread
 from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import HookPoint, Partition, UnitLayout
 from infinity.zero.reads import ParameterReads, Used
+from infinity.zero.unit import Unit
 
 
 class Listener(Protocol):
     """The receiver of the hooks' events."""
 
-    def enter(self, units: tuple[int, ...]) -> None:
+    def enter(self, units: tuple[Unit, ...]) -> None:
         """Called before a use of the units; returns when their values are in place."""
 
-    def backward_enter(self, units: tuple[int, ...]) -> None:
+    def backward_enter(self, units: tuple[Unit, ...]) -> None:
         """As `enter`, for the backward of a call; with no units at the start of a backward pass."""
 
-    def leave(self, units: tuple[int, ...], *, ends_forward: bool = False) -> None:
+    def leave(self, units: tuple[Unit, ...], *, ends_forward: bool = False) -> None:
         """Called at the end of a use after `enter` or `backward_enter`, unless that raised.
 
         Args:
             ends_forward: it is the end of a forward call that no watched module has made.
         """
 
-    def backward_left(self, units: tuple[int, ...]) -> None:
+    def backward_left(self, units: tuple[Unit, ...]) -> None:
         """Called when backward has left one call of the module with these units, after `leave`."""
 
-    def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
         """Called when `param.grad` holds this backward pass's gradient."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _UnitUses:
     """The uses of one unit in the running training passes.
 
     Attributes:
+        unit: its row.
         followed: backward enters and leaves it.
         awaited: number of its gradients in a backward pass.
         arrived: number of gradients that have come in the running backward pass.
@@ -98,6 +100,7 @@ class _UnitUses:
         repeats: one of them ran without gradients, and backward repeats it.
     """
 
+    unit: Unit
     followed: bool
     awaited: int
     arrived: int = 0
@@ -113,12 +116,20 @@ class Hooks:
     """All hooks of one engine; `remove` removes them.
 
     Args:
+        units: the rows of all units.
         lent: identities of parameters that lie outside of their units for now.
         alone: no other rank must see the same events in the same order.
     """
 
     def __init__(
-        self, model: nn.Module, partition: Partition, listener: Listener, lent: Container[int], *, alone: bool
+        self,
+        model: nn.Module,
+        partition: Partition,
+        units: Sequence[Unit],
+        listener: Listener,
+        lent: Container[int],
+        *,
+        alone: bool,
     ) -> None:
         self._model = model
         self._listener = listener
@@ -127,8 +138,8 @@ class Hooks:
         moving = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
         self._units = [
             # Backward needs no values of a unit without elements; bringing it would fill memory with padding.
-            _UnitUses(unit.index in moving and _has_elements(unit), unit.trained)
-            for unit in partition.units
+            _UnitUses(unit, layout.index in moving and _has_elements(layout), layout.trained)
+            for unit, layout in zip(units, partition.units, strict=True)
         ]
         self._calls: list[_Call] = []
         self._of_thread = _OfThread()
@@ -136,16 +147,16 @@ class Hooks:
         self._alone = alone
         self._trained: list[tuple[nn.Parameter, int]] = []  # and the key of its hook
         self._counting = False
-        unit_of: dict[int, int] = {}
+        uses_of: dict[int, _UnitUses] = {}
         self._names: dict[int, str] = {}
-        for unit in partition.units:
-            for index, slot in enumerate(unit.slots):
+        for each, layout in zip(self._units, partition.units, strict=True):
+            for index, slot in enumerate(layout.slots):
                 param = model.get_parameter(slot.name)
-                unit_of[id(param)] = unit.index
+                uses_of[id(param)] = each
                 self._names[id(param)] = slot.name
                 if slot.trainable:
-                    self._watch_parameter(param, unit.index, index)
-        self._reads = ParameterReads(unit_of, lent, self)
+                    self._watch_parameter(param, each, index)
+        self._reads = ParameterReads(uses_of, lent, self)
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
         for module, widened in normalisations(model):  # after `enter`, which brings the values
@@ -170,9 +181,9 @@ class Hooks:
         finally:
             self._counting = False
 
-    def in_parts(self) -> frozenset[int]:
+    def in_parts(self) -> frozenset[Unit]:
         """Return units whose gradients may come in several parts in the coming backward pass."""
-        return frozenset(unit for unit, each in enumerate(self._units) if each.repeats and each.calls > 1)
+        return frozenset(each.unit for each in self._units if each.repeats and each.calls > 1)
 
     @property
     def in_forward(self) -> bool:
@@ -196,8 +207,8 @@ class Hooks:
         self._reads.end()
         running = self._running
         while running:
-            units = tuple(running.pop().units)
-            self._listener.leave(units, ends_forward=not running)
+            units = running.pop().units
+            self._listener.leave(_rows(units), ends_forward=not running)
 
     def remove(self) -> None:
         """Remove all hooks, and the reference to the listener, which refers to this object."""
@@ -212,15 +223,16 @@ class Hooks:
     # Forward #
 
     def _watch_module(self, module: nn.Module, point: HookPoint) -> None:
-        followed = [unit for unit in point.units if self._units[unit].followed]
+        uses = [self._units[unit] for unit in point.units]
+        rows, followed = _rows(uses), [each for each in uses if each.followed]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # Before the call opens: asking for the node of a view that was changed in place makes autograd create it.
             inputs = list(_recorded((args, kwargs))) if point.moving and torch.is_grad_enabled() else []
-            call = _Call(module, point.units, followed, self._begun)
-            self._listener.enter(point.units)
+            call = _Call(module, uses, followed, self._begun)
+            self._listener.enter(rows)
             if self._counting:
-                self._count(point.units)
+                self._count(uses)
             call.watches = self._reads.begin()
             self._running.append(call)
             call.has_inputs = bool(inputs)
@@ -234,7 +246,7 @@ class Hooks:
             call = running.pop()
             if call.watches:
                 self._reads.end()
-            self._listener.leave(tuple(call.units), ends_forward=not running)
+            self._listener.leave(_rows(call.units), ends_forward=not running)
             if not torch.is_grad_enabled():
                 return
             if call.followed:
@@ -255,50 +267,48 @@ class Hooks:
     def _backward_begins(self, grad: torch.Tensor) -> None:
         self._listener.backward_enter(())
 
-    def use(self, units: tuple[int, ...]) -> Used | None:
+    def use(self, units: Sequence[_UnitUses]) -> Used | None:
         """Enter units whose parameters a torch function is about to read; see [Note: uses that no output shows]."""
         running = self._running
         if not running:
             return None  # an interrupt came before the call was noted, see `abandon`
         call = running[-1]
-        for unit in units:
-            if unit not in call.units:
-                self._listener.enter((unit,))
-                call.units.append(unit)
+        for each in units:
+            if each not in call.units:
+                self._listener.enter((each.unit,))
+                call.units.append(each)
                 if self._counting:
-                    self._count((unit,))
-                if self._units[unit].followed:
-                    call.followed.append(unit)
+                    self._count((each,))
+                if each.followed:
+                    call.followed.append(each)
         return call.begin_with if call.followed and torch.is_grad_enabled() else None
 
-    def check_change(self, param: int, unit: int) -> None:
+    def check_change(self, param: int, unit: _UnitUses) -> None:
         """Refuse a change by the model's forward that would be lost, see [Note: parameters that forward changes]."""
-        if self._units[unit].followed:
+        if unit.followed:
             raise InfinityError(
                 f"the forward pass changes `{self._names[param]}` in place, which would be lost when its unit leaves "
                 "memory: change it between two steps in zero.GatheredParameters, or have parameters stay in memory "
                 "(zero_optimization.stage 2)"
             )
 
-    def _count(self, units: tuple[int, ...]) -> None:
+    @staticmethod
+    def _count(units: Sequence[_UnitUses]) -> None:
         """Count a call of a module with these units in a training forward pass."""
-        for unit in units:
-            each = self._units[unit]
+        for each in units:
             each.calls += 1
             each.repeats |= not torch.is_grad_enabled()
 
     # Backward #
 
-    def _watch_parameter(self, param: nn.Parameter, unit: int, slot: int) -> None:
-        each = self._units[unit]
-
+    def _watch_parameter(self, param: nn.Parameter, each: _UnitUses, slot: int) -> None:
         def ready(param: torch.Tensor) -> None:
             if param.grad is None:
                 return  # a user's hook has taken it: for torch the parameter has no gradient in this pass
-            self._listener.gradient_ready(unit, slot, param)  # type: ignore[arg-type]
+            self._listener.gradient_ready(each.unit, slot, param)  # type: ignore[arg-type]
             each.arrived += 1
             if self._alone and each.followed and each.is_complete:
-                self._begun.end(lambda call: unit in call.followed and self._is_through(call))
+                self._begun.end(lambda call: each in call.followed and call.is_through)
 
         handle = param.register_post_accumulate_grad_hook(ready)
         self._handles.append(handle)
@@ -315,8 +325,9 @@ class Hooks:
             if len(table) > 1 and next(reversed(table)) != key:
                 table[key] = table.pop(key)
 
-    def _is_through(self, call: _Call) -> bool:
-        return not call.has_inputs and all(self._units[unit].is_complete for unit in call.followed)
+
+def _rows(uses: Iterable[_UnitUses]) -> tuple[Unit, ...]:
+    return tuple([each.unit for each in uses])
 
 
 def _has_elements(unit: UnitLayout) -> bool:
@@ -326,12 +337,12 @@ def _has_elements(unit: UnitLayout) -> bool:
 class _Nobody:
     """The listener after `remove`."""
 
-    def enter(self, units: tuple[int, ...], **_: bool) -> None:
+    def enter(self, units: tuple[Unit, ...], **_: bool) -> None:
         """Do nothing."""
 
     backward_enter = leave = backward_left = enter
 
-    def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
         """Do nothing."""
 
 
@@ -376,15 +387,22 @@ class _Call:
         watches: the watch on reads began with the call, and ends with it.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[int], followed: Sequence[int], begun: _Begun) -> None:
+    def __init__(
+        self, module: nn.Module, units: Sequence[_UnitUses], followed: Sequence[_UnitUses], begun: _Begun
+    ) -> None:
         self.module = module
         self.units = list(units)
         self.followed = list(followed)
-        self.entered: tuple[int, ...] = ()
+        self.entered: tuple[Unit, ...] = ()
         self.first_node = torch._C._autograd._get_sequence_nr()
         self.has_inputs = False
         self.watches = False
         self._begun = begun
+
+    @property
+    def is_through(self) -> bool:
+        """Whether nothing older follows in autograd, and all gradients of its units have come."""
+        return not self.has_inputs and all(each.is_complete for each in self.followed)
 
     def begin_with(self, result: Any, given: Any) -> None:
         """Begin the call's backward at the first gradient of a tensor in the result of a function with these arguments.
@@ -423,7 +441,7 @@ class _Begun:
         self.end_newer(node)  # first: two successive calls must not both be in memory
         if call in self._pass_of:
             return
-        call.entered = tuple(call.followed)
+        call.entered = _rows(call.followed)
         self.listener.backward_enter(call.entered)
         running = torch._C._current_graph_task_id()
         if running not in self._pass_of.values():
