@@ -397,11 +397,14 @@ class Executor:
         """Poll completions: note finished updates, and use the memory that they have released."""
         if self._params.handing_over.torn:
             return
-        self._in_flight.settle()
-        self._spill_ahead()
+        in_flight = self._in_flight
+        in_flight.settle()
+        if in_flight.some_rest:
+            self._spill_ahead()
         if self._scheduler.waits_for_memory:
             self._do(MemoryFreed())
-        self._show_finished()
+        if in_flight.finished:
+            self._show_finished()
         for params in self._params.passing:  # through host memory, on the way to the device
             row = self.units[params.index]
             if row.ticket is None and row.due is None:

@@ -43,11 +43,12 @@ backward repeats them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +86,9 @@ class Listener(Protocol):
 
     def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
         """Called when `param.grad` holds this backward pass's gradient."""
+
+
+_UNIT = attrgetter("unit")  # a comprehension would be one more call for each event of a unit
 
 
 @dataclass(slots=True, eq=False)
@@ -208,7 +212,7 @@ class Hooks:
         running = self._running
         while running:
             units = running.pop().units
-            self._listener.leave(_rows(units), ends_forward=not running)
+            self._listener.leave(tuple(map(_UNIT, units)), ends_forward=not running)
 
     def remove(self) -> None:
         """Remove all hooks, and the reference to the listener, which refers to this object."""
@@ -224,7 +228,7 @@ class Hooks:
 
     def _watch_module(self, module: nn.Module, point: HookPoint) -> None:
         uses = [self._units[unit] for unit in point.units]
-        rows, followed = _rows(uses), [each for each in uses if each.followed]
+        rows, followed = tuple(map(_UNIT, uses)), [each for each in uses if each.followed]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # Before the call opens: asking for the node of a view that was changed in place makes autograd create it.
@@ -246,7 +250,7 @@ class Hooks:
             call = running.pop()
             if call.watches:
                 self._reads.end()
-            self._listener.leave(_rows(call.units), ends_forward=not running)
+            self._listener.leave(tuple(map(_UNIT, call.units)), ends_forward=not running)
             if not torch.is_grad_enabled():
                 return
             if call.followed:
@@ -324,10 +328,6 @@ class Hooks:
             table = param._post_accumulate_grad_hooks
             if len(table) > 1 and next(reversed(table)) != key:
                 table[key] = table.pop(key)
-
-
-def _rows(uses: Iterable[_UnitUses]) -> tuple[Unit, ...]:
-    return tuple([each.unit for each in uses])
 
 
 def _has_elements(unit: UnitLayout) -> bool:
@@ -441,7 +441,7 @@ class _Begun:
         self.end_newer(node)  # first: two successive calls must not both be in memory
         if call in self._pass_of:
             return
-        call.entered = _rows(call.followed)
+        call.entered = tuple(map(_UNIT, call.followed))
         self.listener.backward_enter(call.entered)
         running = torch._C._current_graph_task_id()
         if running not in self._pass_of.values():
