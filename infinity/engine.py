@@ -35,7 +35,7 @@ from infinity.zero.materialize import rebuild
 from infinity.zero.phases import Phase
 from infinity.zero.stand_ins import StandIn
 from infinity.zero.status import publisher_of
-from infinity.zero.step import LAYER_MAJOR, Step
+from infinity.zero.step import USE_TRAIN_BATCH, Step
 
 _log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class Engine(Accessors):
         self.optimizer.check_trains()
         if self._step.layer_major is not None:
             self._step.check_boundary("backward")
-            raise InfinityError(LAYER_MAJOR)
+            raise InfinityError(USE_TRAIN_BATCH)
         self._step.check()
         self._guards.check_loss(loss, self._step.forward_end)
         with self._step.running(Phase.BACKWARD):

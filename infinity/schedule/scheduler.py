@@ -282,7 +282,7 @@ class Scheduler:
                 return
             yield AwaitUpdate(row)  # the last step's: computed, but not all written yet
         if row.gradients_have_room:
-            yield Submit(row, *self._urgency(row))
+            yield Submit(row, *self._write_and_next_use(row))
             self.blocked.pop(row, None)
         else:
             self.blocked[row] = None
@@ -302,7 +302,7 @@ class Scheduler:
         """Submit the expected update as a speculative one, if the unit and its gradients are in memory and idle."""
         at_rest = not (row.is_updating or row.is_updated_on_device) and row.residency is _RESIDENT
         if at_rest and row.gradients_have_room:
-            yield SubmitAhead(row, *self._urgency(row))
+            yield SubmitAhead(row, *self._write_and_next_use(row))
 
     def _retry_updates(self) -> Actions:
         """Submit blocked updates, the longest first. Stop at the first without room: the others need the same."""
@@ -314,7 +314,7 @@ class Scheduler:
                 if row.due is not None:
                     return
 
-    def _urgency(self, row: UnitState) -> tuple[bool, int]:
+    def _write_and_next_use(self, row: UnitState) -> tuple[bool, int]:
         """Return whether the unit's update is written home, and the position of the unit's next use in the plan."""
         needed = _NOW if self.cycle.is_leaving(row.index) else self.cycle.first_use(row.index)
         return self.cycle.leaves_memory(row.index) or self.is_written(row), needed

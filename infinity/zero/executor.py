@@ -338,12 +338,12 @@ class Executor:
         for row in ahead:
             if row.residency is Residency.FETCHING:  # prefetched by the plan
                 self._do(OldParametersNeeded(row))
-        away = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
-        here = [row for row in ahead if row not in away]
+        to_fetch = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
+        at_hand = [row for row in ahead if row not in to_fetch]
         with self._params.handing_over:  # until no copy in memory is newer than what was restored
-            stale = self._in_flight.undo(here, self.free_gradients, grads=grads)
+            stale = self._in_flight.undo(at_hand, self.free_gradients, grads=grads)
             self._spill_ahead()
-            for row in away:  # one by one: there may not be room for all of them
+            for row in to_fetch:  # one by one: there may not be room for all of them
                 self._do(OldParametersNeeded(row))
                 self._in_flight.undo([row], self.free_gradients, grads=grads)
             self._spill_ahead()

@@ -55,7 +55,7 @@ class StepKeeper(Protocol):
     def step_over(self) -> None:
         """Called when a step is over; its updates may still be running."""
 
-    def look(self) -> None:
+    def commit_if_computed(self) -> None:
         """Keep the last step, if all of its updates are computed. Cheap to call often."""
 
 
@@ -290,7 +290,7 @@ class Step:
         with self.stopped_by_failures():
             self._executor.drain()
             if self.keeper is not None:
-                self.keeper.look()
+                self.keeper.commit_if_computed()
 
     # Forward #
 
@@ -637,7 +637,7 @@ class Step:
                 self._executor.begin_cycle()
         self._executor.enter(units)
         if self.keeper is not None:
-            self.keeper.look()
+            self.keeper.commit_if_computed()
 
     def backward_enter(self, units: tuple[Unit, ...]) -> None:
         if not self._in_backward and not self.hooks.in_forward:  # the model may call autograd.grad in its forward
@@ -676,7 +676,7 @@ class Step:
             opened = self._open
         if opened is not None and opened.direct is not None:
             if self.layer_major is not None:
-                raise InfinityError(LAYER_MAJOR)
+                raise InfinityError(USE_TRAIN_BATCH)
             self.losses.share_out(param.grad, opened.direct.number)
         self._stand_ins.arrived.setdefault(unit, set()).add(slot)
         addend = self.gradients.take(unit, slot, param)
@@ -720,7 +720,7 @@ class Step:
             self._compute_lane = None  # it refers to this object
 
 
-LAYER_MAJOR = (
+USE_TRAIN_BATCH = (
     'tiering.accumulation is "layer": the micro-batches of a step go through the model together, by '
     'engine.train_batch(micro_batches); or set it to "micro_batch"'
 )

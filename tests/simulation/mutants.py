@@ -273,7 +273,7 @@ def _room_by_pinned(original: Any, self: Scheduler, row: Any) -> Any:
 def _prefetch_past_budget(original: Any, self: Scheduler, row: Any, *, urgent: bool) -> Any:
     if urgent:
         return (yield from original(self, row, urgent=urgent))
-    yield actions.Fetch(row.index, urgent)
+    yield actions.Fetch(row, urgent)
     self._fetching[row] = None
     return True
 
@@ -327,21 +327,21 @@ def _blocked_while_stored(self: Scheduler) -> Any:
     for row in list(self.blocked):
         if row.due is not None and row.gradients_have_room and row.ticket is None:
             del self.blocked[row]
-            yield actions.Submit(row.index, True, 0)
+            yield actions.Submit(row, True, 0)
 
 
 @_mutant("an update is submitted although its gradients have no room", Scheduler, "_try_update")
 def _submitted_without_room(self: Scheduler, row: Any) -> Any:
     if row.due is not None and not row.is_updated_on_device:
         if row.ticket is not None:
-            yield actions.AwaitUpdate(row.index)
-        yield actions.Submit(row.index, *self._urgency(row))
+            yield actions.AwaitUpdate(row)
+        yield actions.Submit(row, *self._write_and_next_use(row))
 
 
 @_mutant("the rest of an update is submitted beside the part that runs", Scheduler, "_try_update")
 def _parts_together(self: Scheduler, row: Any) -> Any:
     if row.due is not None and row.gradients_have_room and not row.is_updated_on_device:
-        yield actions.Submit(row.index, *self._urgency(row))
+        yield actions.Submit(row, *self._write_and_next_use(row))
 
 
 # Gradients #
