@@ -12,6 +12,7 @@ from infinity.config import Config, Precision
 from infinity.errors import InfinityError
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.build import Runtime
+from infinity.zero.gathered import Place
 from infinity.zero.launch import launch_of
 from infinity.zero.step import Step
 
@@ -130,17 +131,19 @@ class Accessors:
         self._runtime.together(what)
         return self._step.gradients.collected_anywhere()
 
-    def waiting_gradient(self, unit: int, slot: int) -> torch.Tensor | None:
+    def waiting_gradient(self, place: Place) -> torch.Tensor | None:
         """A copy of a gradient that is not reduced yet, flat: the sum of what the ranks have so far, if they do.
 
         Inside `no_sync` it is what this rank has, as if there were no others.
         """
         step = self._step
-        found = step.gradients.collected_values(unit, slot, of_all=step.counter.synchronises)
+        found = step.gradients.collected_values(
+            self._runtime.row(place.unit), place.index, of_all=step.counter.synchronises
+        )
         return found if found is None or step.counter.synchronises else found * step.losses.ranks_count
 
-    def held_gradients(self, unit: int, slot: int, what: str) -> torch.Tensor | None:
-        """This rank's part of a unit's gradients in host memory, if the parameter of this slot has one.
+    def held_gradients(self, place: Place, what: str) -> torch.Tensor | None:
+        """This rank's part of a unit's gradients in host memory, if the parameter has one.
 
         Args:
             what: asks for it, for messages.
@@ -155,8 +158,9 @@ class Accessors:
         self._runtime.together(what)
         gradients.check_reduced()  # else a gradient that waits for that would pass for none
         self._step.updates.undo_ahead()
-        return self._step.updates.held_values(unit) if slot in gradients.slots_with_gradients(unit) else None
+        row = self._runtime.row(place.unit)
+        return self._step.updates.held_values(row) if place.index in gradients.slots_with_gradients(row) else None
 
-    def gradients_changed(self, unit: int) -> None:
+    def gradients_changed(self, place: Place) -> None:
         """What `held_gradients` gave was written to."""
-        self._step.updates.remeasure(unit)
+        self._step.updates.remeasure(self._runtime.row(place.unit))

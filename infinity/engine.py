@@ -29,13 +29,13 @@ from infinity.telemetry import Monitor, StepStats
 from infinity.telemetry.status import Publisher
 from infinity.zero.build import Runtime
 from infinity.zero.drivers import LossFn, call, driven, loss_of, train_layer_major
-from infinity.zero.gathered import check_room, claim, disclaim, newest_values
+from infinity.zero.gathered import Place, check_room, claim, disclaim, newest_values, views_of
 from infinity.zero.guards import Guards
 from infinity.zero.materialize import rebuild
 from infinity.zero.phases import Phase
 from infinity.zero.stand_ins import StandIn
 from infinity.zero.status import publisher_of
-from infinity.zero.step import LAYER_MAJOR, Step
+from infinity.zero.step import USE_TRAIN_BATCH, Step
 
 _log = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ class Engine(Accessors):
             )
         if self._step.layer_major is not None:
             self._step.check_boundary("backward")
-            raise InfinityError(LAYER_MAJOR)
+            raise InfinityError(USE_TRAIN_BATCH)
         self._step.check()
         self._guards.check_loss(loss, self._step.forward_end)
         with self._step.running(Phase.BACKWARD):
@@ -431,16 +431,16 @@ class Engine(Accessors):
         """A forward pass is running, or its backward is to come."""
         return self._step.phase is Phase.FORWARD or self._step.hooks.in_forward
 
-    def lends(self, unit: int, slot: int) -> bool:
-        """The parameter of this slot lies outside of the tiers, for somebody to look at."""
-        return self._runtime.executor.units[unit].views.lent_values(slot) is not None
+    def lends(self, place: Place) -> bool:
+        """Whether the parameter lies outside of the tiers, in `GatheredParameters` for example."""
+        return views_of(self._runtime, place).lent_values(place.index) is not None
 
-    def shows(self, unit: int, slot: int) -> bool:
-        """The parameter of this slot is lent, or in use by a pass of the model that is running."""
-        if self.lends(unit, slot):
+    def shows(self, place: Place) -> bool:
+        """Whether the parameter is lent, or in use by a running pass of the model."""
+        if self.lends(place):
             return True
         in_pass = self._step.hooks.in_forward or self._step.in_backward_now
-        return in_pass and self._runtime.executor.units[unit].views.shows()
+        return in_pass and views_of(self._runtime, place).shows()
 
     def model_was_zeroed(self) -> None:
         """The model's own `zero_grad` was called."""

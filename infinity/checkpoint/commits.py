@@ -130,7 +130,7 @@ class Commits:
             self._due = self._note()
         except Exception as error:
             self._not_noted = error
-        self.look()
+        self.commit_if_computed()
 
     def _raise_not_noted(self) -> None:
         """Raise, once, what kept the last step from being noted."""
@@ -138,7 +138,7 @@ class Commits:
         if error is not None:
             raise error
 
-    def look(self) -> None:
+    def commit_if_computed(self) -> None:
         """See `StepKeeper`."""
         if self._due is not None and self._runtime.executor.all_computed:
             self._close_epoch()
@@ -221,7 +221,7 @@ class Commits:
             StorageError: it cannot be.
         """
         self._raise_not_noted()
-        self.look()
+        self.commit_if_computed()
         self._gate.result()
 
     def commit(self) -> None:

@@ -241,7 +241,7 @@ def _load_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
     if unit.runs:
         _compare_unit(unit, source, runtime)
         return
-    with runtime.executor.changing(unit.index) as flat:
+    with runtime.executor.changing(runtime.row(unit)) as flat:
         for tile, fields in runtime.pipeline.tiles(unit.index, writable=True):
             for part in partition.parts(unit, tile.start, tile.start + tile.numel):
                 states = layout.narrow(fields, part.start - tile.start, part.stop - tile.start)
@@ -254,7 +254,7 @@ def _load_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
 
 def _compare_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
     """A unit that is used where it lies has the checkpoint's values already, as far as that has them."""
-    with runtime.executor.resident(unit.index) as flat:
+    with runtime.executor.resident(runtime.row(unit)) as flat:
         for part in runtime.partition.parts(unit):
             if source.has(part) and not torch.equal(source.weights(part).to(flat.dtype), flat[part.shard]):
                 raise CheckpointError(

@@ -139,7 +139,7 @@ class Shard:
     def slices(self) -> Iterator[tuple[int, torch.Tensor, Mapping[str, torch.Tensor]]]:
         """First element, values and the optimizer's fields, tile by tile; what is frozen has no fields."""
         stop = 0
-        with self._runtime.executor.resident(self.unit.index) as flat:
+        with self._runtime.executor.resident(self._runtime.row(self.unit)) as flat:
             if True in self._kinds:
                 for tile, fields in self._runtime.pipeline.tiles(self.unit.index, writable=False):
                     stop = tile.start + tile.numel

@@ -142,9 +142,11 @@ class Snapshot:
     def _sums_of_reachable(self) -> dict[tuple[int, int], int]:
         """Sum of every tile's parameters, by unit and first element, where the model may have them between steps."""
         sums = {}
+        executor = self._runtime.executor
         for index in self._units:
-            if self._runtime.params.units[index].residency is Residency.RESIDENT:
-                with self._runtime.executor.resident(index) as flat:
+            row = executor.units[index]
+            if row.residency is Residency.RESIDENT:
+                with executor.resident(row) as flat:
                     for start, numel in self._runtime.pipeline.geometry(index):
                         sums[index, start] = _sum(flat[start : start + numel])
         return sums

@@ -15,6 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from typing import cast
 
 from infinity.memory import Budget
 from infinity.planner.lanes import Machine, Process, Speeds, Task, Until
@@ -223,7 +224,7 @@ class Stage:
                 row.residency = Residency.STORED
             elif row.moves:
                 self._budget.used_bytes += row.nbytes
-                list(scheduler.on(ParametersMade(row.index)))  # yields no action
+                list(scheduler.on(ParametersMade(row)))  # yields no action
         return scheduler
 
     def measured(self) -> Rehearsal:
@@ -311,7 +312,7 @@ class Stage:
         if self._work.settles:
             for row in list(self._due):
                 row.uses += 1
-                yield from self._do(ParametersNeeded(row.index))
+                yield from self._do(ParametersNeeded(row))
                 row.uses -= 1
             while self._submitted:
                 yield from self._finish_one()
@@ -326,7 +327,7 @@ class Stage:
         row = self._rows[unit]
         row.uses += 1
         yield from self._settle()
-        yield from self._do(UseBegins(unit))
+        yield from self._do(UseBegins(row))
         if row.work.gather_s:
             yield from self._gather(row)
 
@@ -341,7 +342,7 @@ class Stage:
         for unit in self.scheduler.cycle.upcoming:
             following = self._rows[unit]
             if following is not row and following.gathered is None and following.work.gather_s:
-                yield from self._do(ParametersNeeded(unit))
+                yield from self._do(ParametersNeeded(following))
                 following.gathered = self.machine.put(EXCHANGE, following.work.gather_s)
 
     def _settle(self) -> Process:
@@ -365,7 +366,7 @@ class Stage:
         if isinstance(action, AwaitAnyUpdate):
             yield from self._finish_one()
             return
-        row = self._rows[action.unit]
+        row = cast(_Unit, action.unit)
         match action:
             case Fetch(urgent=urgent):
                 self._fetch(row, urgent=urgent)
@@ -445,7 +446,7 @@ class Stage:
 
     def _have_room_for_grads(self, row: _Unit) -> Process:
         while row.ticket is not None or not row.gradients_have_room:  # the last step's update may still use them
-            if not (yield from self._do(GradientsNeedRoom(row.index))):
+            if not (yield from self._do(GradientsNeedRoom(row))):
                 break  # the engine finds a way that takes no longer
         self._open_grads(row)
 
@@ -485,7 +486,7 @@ class Stage:
             self._finals.append(row.index)
             yield from self._update(row, deque(enumerate(work.tiles)))
         elif last and self._may_run_ahead(work):
-            yield from self._do(UpdateForeseen(row.index))
+            yield from self._do(UpdateForeseen(row))
             if row.ahead is not None:
                 self._finals.append(row.index)
         if row.gradients is State.WRITING:
@@ -507,7 +508,7 @@ class Stage:
         row.due = tiles
         self._due[row] = None
         if row.residency is not Residency.STORED:
-            yield from self._do(UpdateDue(row.index))
+            yield from self._do(UpdateDue(row))
 
     def _hand_over(self, row: _Unit, tiles: deque[tuple[int, TileWork]], needed: int) -> None:
         ready, row.coming = row.coming, []

@@ -1,9 +1,11 @@
-"""Events that the scheduler gets, and actions that it returns."""
+"""Events that the scheduler gets, and actions that it returns. Both refer to a unit by its row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from infinity.schedule.unit_state import UnitState
 
 # Events #
 #
@@ -25,7 +27,7 @@ class LocalEvent:
 
 @dataclass(frozen=True, slots=True)
 class _LocalUnitEvent(LocalEvent):
-    unit: int
+    unit: UnitState
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class PassEnds(AgreedEvent):
 class UseBegins(AgreedEvent):
     """A module is about to compute on a unit; the unit is pinned."""
 
-    unit: int
+    unit: UnitState
 
 
 class ParametersNeeded(_LocalUnitEvent):
@@ -100,7 +102,7 @@ Event = AgreedEvent | LocalEvent
 
 @dataclass(frozen=True, slots=True)
 class _UnitAction:
-    unit: int
+    unit: UnitState
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ class Scheduler:
         yield from ()
 
     def _use(self, event: UseBegins) -> Actions:
-        row = self.rows[event.unit]
+        row = event.unit
         step = self.cycle.use(row.index)  # of the plan
         if step is None:
             if not self.cycle.follows_plan:
@@ -188,13 +188,13 @@ class Scheduler:
             yield from self._fetch_now(row)
         if row.due is not None:
             yield from self._update_now(row)
-        yield AwaitNewest(row.index)
+        yield AwaitNewest(row)
         self._arrived(row)
 
     def _bring_old(self, row: UnitState) -> Actions:
         """As `_bring`, without an update that may be due."""
         yield from self._fetch_now(row)
-        yield AwaitFetch(row.index)
+        yield AwaitFetch(row)
         self._arrived(row)
 
     def _made(self, row: UnitState) -> Actions:
@@ -216,7 +216,7 @@ class Scheduler:
         """Start to fetch a unit. Return False if it has no room now."""
         if not self._budget.fits(row.nbytes):
             return False
-        yield Fetch(row.index, urgent)
+        yield Fetch(row, urgent)
         if row.residency is _STORED:  # there was no host memory for it to pass through
             return False
         self._fetching[row] = None
@@ -227,7 +227,7 @@ class Scheduler:
             yield from self._make_room(row)
 
     def _evict(self, row: UnitState) -> Actions:
-        yield Evict(row.index)
+        yield Evict(row)
         self.in_memory.pop(row, None)
         self._fetching.pop(row, None)  # if its update waited for the fetch, and no use followed
 
@@ -252,7 +252,7 @@ class Scheduler:
                 if other.due is not None:
                     yield from self._update_now(other)
                 else:
-                    yield AwaitFetch(other.index)
+                    yield AwaitFetch(other)
                     self._arrived(other)
                 return
         self._refuse(row)
@@ -274,15 +274,15 @@ class Scheduler:
         if row.due is None:
             return
         if row.is_updated_on_device:
-            yield UpdateOnDevice(row.index)
+            yield UpdateOnDevice(row)
             return
         if row.ticket is not None:
             if row.begun is not None:  # the speculative part of the same update is still in the pipeline
                 self.blocked[row] = None
                 return
-            yield AwaitUpdate(row.index)  # the last step's: computed, but not all written yet
+            yield AwaitUpdate(row)  # the last step's: computed, but not all written yet
         if row.gradients_have_room:
-            yield Submit(row.index, *self._urgency(row))
+            yield Submit(row, *self._write_and_next_use(row))
             self.blocked.pop(row, None)
         else:
             self.blocked[row] = None
@@ -290,7 +290,7 @@ class Scheduler:
     def _update_now(self, row: UnitState) -> Actions:
         """Submit the unit's due update. Wait for room if necessary."""
         if row.begun is not None and row.ticket is not None:
-            yield AwaitUpdate(row.index)
+            yield AwaitUpdate(row)
         while row.due is not None:
             yield from self._try_update(row)
             if row.due is not None and not (yield from self._free_gradients(row)):
@@ -302,7 +302,7 @@ class Scheduler:
         """Submit the expected update as a speculative one, if the unit and its gradients are in memory and idle."""
         at_rest = not (row.is_updating or row.is_updated_on_device) and row.residency is _RESIDENT
         if at_rest and row.gradients_have_room:
-            yield SubmitAhead(row.index, *self._urgency(row))
+            yield SubmitAhead(row, *self._write_and_next_use(row))
 
     def _retry_updates(self) -> Actions:
         """Submit blocked updates, the longest first. Stop at the first without room: the others need the same."""
@@ -314,7 +314,7 @@ class Scheduler:
                 if row.due is not None:
                     return
 
-    def _urgency(self, row: UnitState) -> tuple[bool, int]:
+    def _write_and_next_use(self, row: UnitState) -> tuple[bool, int]:
         """Return whether the unit's update is written home, and the position of the unit's next use in the plan."""
         needed = _NOW if self.cycle.is_leaving(row.index) else self.cycle.first_use(row.index)
         return self.cycle.leaves_memory(row.index) or self.is_written(row), needed
@@ -336,10 +336,10 @@ class Scheduler:
                 other = self._first_in_slot(state)
                 if other is not None:
                     if state is State.ARRIVING:
-                        yield AwaitGradients(other.index)
+                        yield AwaitGradients(other)
                     if state is not State.LEAVING:
-                        yield Spill(other.index)
-                    yield AwaitSpill(other.index)
+                        yield Spill(other)
+                    yield AwaitSpill(other)
                     return True
         if any(other.ticket is not None for other in self.rows):
             yield AwaitAnyUpdate()
@@ -354,7 +354,7 @@ class Scheduler:
             oldest = self._first_in_slot(State.VALID)
             if oldest is None:
                 return
-            yield Spill(oldest.index)
+            yield Spill(oldest)
 
     def _first_in_slot(self, state: State) -> UnitState | None:
         """Return the unit in this state that has been in a slot longest, unless an update reads its gradients."""
@@ -368,13 +368,13 @@ _HANDLERS: dict[type[Event], Callable[[Scheduler, Any], Actions]] = {
     PassEnds: Scheduler._end_pass,
     UseBegins: Scheduler._use,
     MemoryFreed: Scheduler._memory_freed,
-    ParametersNeeded: lambda scheduler, event: scheduler._bring(scheduler.rows[event.unit]),
-    OldParametersNeeded: lambda scheduler, event: scheduler._bring_old(scheduler.rows[event.unit]),
-    ParametersMade: lambda scheduler, event: scheduler._made(scheduler.rows[event.unit]),
-    ParametersStale: lambda scheduler, event: scheduler._drop_stale(scheduler.rows[event.unit]),
-    RoomNeeded: lambda scheduler, event: scheduler._make_room(scheduler.rows[event.unit]),
-    UpdateDue: lambda scheduler, event: scheduler._try_update(scheduler.rows[event.unit]),
-    UpdateForeseen: lambda scheduler, event: scheduler._try_ahead(scheduler.rows[event.unit]),
-    GradientsNeedRoom: lambda scheduler, event: scheduler._free_gradients(scheduler.rows[event.unit]),
+    ParametersNeeded: lambda scheduler, event: scheduler._bring(event.unit),
+    OldParametersNeeded: lambda scheduler, event: scheduler._bring_old(event.unit),
+    ParametersMade: lambda scheduler, event: scheduler._made(event.unit),
+    ParametersStale: lambda scheduler, event: scheduler._drop_stale(event.unit),
+    RoomNeeded: lambda scheduler, event: scheduler._make_room(event.unit),
+    UpdateDue: lambda scheduler, event: scheduler._try_update(event.unit),
+    UpdateForeseen: lambda scheduler, event: scheduler._try_ahead(event.unit),
+    GradientsNeedRoom: lambda scheduler, event: scheduler._free_gradients(event.unit),
     GradientsRest: Scheduler._spill_ahead,
 }

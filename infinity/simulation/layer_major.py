@@ -42,7 +42,7 @@ class MicroBatch:
         self.ended = self.at is None
 
 
-class LayerMajorPass(Rounds[MicroBatch]):
+class LayerMajorPass(Rounds[MicroBatch, int]):
     """Runs the micro-batches of `call` through a rank."""
 
     def __init__(self, rank: Trains, call: Pass) -> None:

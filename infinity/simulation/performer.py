@@ -118,7 +118,11 @@ class Performer:
                 violate("bounded", f"{event} has led to {count} actions")
             if self.trace is not None:
                 self.trace(f"   -> {action}")
-            _PERFORMERS[type(action)](self, action)
+            if isinstance(action, actions.AwaitAnyUpdate):
+                if not self.finish_one():
+                    violate("legal", "there is no update to wait for")
+            else:
+                _PERFORMERS[type(action)](self, action.unit, action)
         if self.changed_memory:
             self.changed_memory = False
             check_world(self)
@@ -126,8 +130,7 @@ class Performer:
 
     # Parameters #
 
-    def _fetch(self, action: actions.Fetch) -> None:
-        row = self.rows[action.unit]
+    def _fetch(self, row: Row) -> None:
         if row.residency is not _STORED:
             violate("legal", f"{row.name} is fetched, and is {row.residency.name}")
         if not self.budget.fits(row.nbytes):
@@ -139,8 +142,7 @@ class Performer:
         row.residency = _FETCHING
         row.fetch = row.read_home(self.clock)
 
-    def await_fetch(self, action: actions.AwaitFetch | actions.AwaitNewest) -> None:
-        row = self.rows[action.unit]
+    def await_fetch(self, row: Row) -> None:
         if row.residency is _STORED:
             violate("legal", f"somebody waits for {row.name}, which is not under way")
         if row.residency is _FETCHING:
@@ -156,8 +158,7 @@ class Performer:
             self.staging.close(row)
             row.fetch.check()
 
-    def _evict(self, action: actions.Evict) -> None:
-        row = self.rows[action.unit]
+    def _evict(self, row: Row) -> None:
         if row.residency is not _RESIDENT or not row.moves:
             violate("legal", f"{row.name} is evicted, and is {row.residency.name}")
         if row.pins:
@@ -204,18 +205,16 @@ class Performer:
             fetched = next((each for each in self.rows if each.residency is _FETCHING and each is not row), None)
             if fetched is None:
                 violate("refusal", f"no host memory is left for the values of {row.name} on their way")
-            self.await_fetch(actions.AwaitFetch(fetched.index))
+            self.await_fetch(fetched)
 
-    def _await_newest(self, action: actions.AwaitNewest) -> None:
-        row = self.rows[action.unit]
+    def _await_newest(self, row: Row) -> None:
         if row.ticket is not None:
             self.wait_computed(row.ticket)
-        self.await_fetch(action)
+        self.await_fetch(row)
 
     # Updates #
 
-    def _submit(self, action: actions.Submit) -> None:
-        row = self.rows[action.unit]
+    def _submit(self, row: Row, action: actions.Submit) -> None:
         due, begun = row.due, row.begun
         if due is None or row.ticket is not None or row.residency is _STORED:
             violate("legal", f"an update of {row.name} is submitted that is not due, or cannot be")
@@ -242,13 +241,12 @@ class Performer:
         row.ticket = ticket
         return ticket
 
-    def _update_on_device(self, action: actions.UpdateOnDevice) -> None:
-        row = self.rows[action.unit]
+    def _update_on_device(self, row: Row) -> None:
         due = row.due
         if due is None or (row.residency is _STORED and not row.spec.beside):
             violate("legal", f"{row.name} is updated on the device, and is not there")
         if row.residency is not _STORED:
-            self.await_fetch(actions.AwaitFetch(row.index))  # in the device's queue
+            self.await_fetch(row)  # in the device's queue
         if row.spec.beside:
             row.mem = list(row.home)
         if row.mem != [due.target - 1] * row.spec.tiles or row.grad_host != due.grad:
@@ -278,8 +276,8 @@ class Performer:
         if ticket.row.residency is _RESIDENT:
             self.staging.upload(ticket.row)
 
-    def _await_update(self, action: actions.AwaitUpdate) -> None:
-        ticket = self.rows[action.unit].ticket or violate("legal", f"nothing updates u{action.unit}, which is awaited")
+    def _await_update(self, row: Row) -> None:
+        ticket = row.ticket or violate("legal", f"nothing updates {row.name}, which is awaited")
         self.finish(ticket)
 
     def finish(self, ticket: Ticket) -> None:
@@ -342,8 +340,8 @@ class Performer:
 
     # Speculative updates #
 
-    def _submit_ahead(self, action: actions.SubmitAhead) -> None:
-        row, foreseen = self.rows[action.unit], self.foreseen
+    def _submit_ahead(self, row: Row, action: actions.SubmitAhead) -> None:
+        foreseen = self.foreseen
         if row.is_updating or row.residency is not _RESIDENT or foreseen is None:
             violate("legal", f"{row.name} is updated ahead, and is not at rest")
         kind = self._old_params(row, write=action.write)
@@ -401,12 +399,12 @@ class Performer:
         self.states.forget(row.index)
         return ahead
 
-    def run_ahead(self, unit: int, due: Due) -> bool:
+    def run_ahead(self, row: Row, due: Due) -> bool:
         """Update of a unit what can be undone; False if that is nothing."""
         self.foreseen = due
-        self.do(actions.UpdateForeseen(unit))
+        self.do(actions.UpdateForeseen(row))
         self.foreseen = None
-        return self.rows[unit].ahead is not None
+        return row.ahead is not None
 
     def commit_ahead(self, row: Row, due: Due) -> None:
         """What ran ahead is the unit's update; what is left of it is due."""
@@ -421,26 +419,26 @@ class Performer:
         else:
             self.grads.drop(row)
 
-    def undo(self, *units: int, grads: bool = True) -> None:
+    def undo(self, *rows: Row, grads: bool = True) -> None:
         """Units that were updated ahead are what they were before."""
-        ahead = [self.rows[unit] for unit in units if self.rows[unit].ahead is not None] if self.aheads else []
+        ahead = [row for row in rows if row.ahead is not None]
         if not ahead:
             return
         for row in ahead:
             if row.residency is _FETCHING:
-                self.do(actions.OldParametersNeeded(row.index))
+                self.do(actions.OldParametersNeeded(row))
         away = [row for row in ahead if row.residency is _STORED and self._needs_memory(row)]
         with self.handing_over:
             self._undo([row for row in ahead if row not in away], grads=grads)
             self.spill_ahead()
             for row in away:  # one by one, since there may not be room for all of them
-                self.do(actions.OldParametersNeeded(row.index))
+                self.do(actions.OldParametersNeeded(row))
                 self._undo([row], grads=grads)
             self.spill_ahead()
             for row in ahead:
                 self.changed(row)
                 if row.stale:
-                    self.do(actions.ParametersStale(row.index))
+                    self.do(actions.ParametersStale(row))
                 row.stale = False
 
     def changed(self, row: Row) -> None:
@@ -485,7 +483,7 @@ class Performer:
         if not row.elsewhere:
             return
         while not self.grads.open(row):
-            if not self.free_gradients(row.index):
+            if not self.free_gradients(row):
                 raise CapacityError(f"no memory is left for the gradients of {row.name}, whose update is undone")
         assert row.ahead is not None
         row.elsewhere = False
@@ -495,9 +493,9 @@ class Performer:
 
     # Gradients #
 
-    def free_gradients(self, unit: int) -> bool:
+    def free_gradients(self, row: Row) -> bool:
         """Free memory that the unit's gradients may take; False if there is none."""
-        return self.do(actions.GradientsNeedRoom(unit))
+        return self.do(actions.GradientsNeedRoom(row))
 
     def spill_ahead(self) -> None:
         """Gradients that updates have given back may spill."""
@@ -506,17 +504,16 @@ class Performer:
             self.do(actions.GradientsRest())
 
 
-_PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any], object]] = {
-    actions.Fetch: Performer._fetch,
-    actions.AwaitFetch: Performer.await_fetch,
-    actions.Evict: Performer._evict,
+_PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any, Any], object]] = {
+    actions.Fetch: lambda self, row, _: self._fetch(row),
+    actions.AwaitFetch: lambda self, row, _: self.await_fetch(row),
+    actions.Evict: lambda self, row, _: self._evict(row),
     actions.Submit: Performer._submit,
     actions.SubmitAhead: Performer._submit_ahead,
-    actions.UpdateOnDevice: Performer._update_on_device,
-    actions.AwaitUpdate: Performer._await_update,
-    actions.AwaitNewest: Performer._await_newest,
-    actions.AwaitAnyUpdate: lambda self, _: self.finish_one() or violate("legal", "there is no update to wait for"),
-    actions.AwaitGradients: lambda self, action: self.grads.finish_moves(self.rows[action.unit]),
-    actions.Spill: lambda self, action: self.grads.spill(self.rows[action.unit]),
-    actions.AwaitSpill: lambda self, action: self.grads.await_spill(self.rows[action.unit]),
+    actions.UpdateOnDevice: lambda self, row, _: self._update_on_device(row),
+    actions.AwaitUpdate: lambda self, row, _: self._await_update(row),
+    actions.AwaitNewest: lambda self, row, _: self._await_newest(row),
+    actions.AwaitGradients: lambda self, row, _: self.grads.finish_moves(row),
+    actions.Spill: lambda self, row, _: self.grads.spill(row),
+    actions.AwaitSpill: lambda self, row, _: self.grads.await_spill(row),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -31,6 +31,7 @@ from infinity.tiers import Residency
 from infinity.zero.foresight import Foresight
 from infinity.zero.gathering import Gathering
 from infinity.zero.reduction_order import ReductionOrder
+from infinity.zero.unit import Shared
 
 Agree = Callable[[object], None]
 
@@ -88,46 +89,44 @@ class Rank(Performer):
     def _make(self, row: Row) -> None:
         row.home = [NOTHING] * row.spec.tiles
         while not self.budget.fits(row.nbytes):
-            self.do(actions.RoomNeeded(row.index))
+            self.do(actions.RoomNeeded(row))
         self.budget.take(row.nbytes, row.name)
         row.residency = Residency.RESIDENT
-        self.do(actions.ParametersMade(row.index))
+        self.do(actions.ParametersMade(row))
 
-    def _gathers(self, ranks: int) -> Gathering:
-        """The engine's own, over this rank's rows."""
-        sharding = SimpleNamespace(count=ranks)
-        units = []
+    def _gathers(self, ranks: int) -> Any:
+        """The engine's own, over this rank's rows, which have what it asks of units."""
         for row in self.rows:
             moving_bytes = row.nbytes if row.moves else 0
-            spec = SimpleNamespace(
-                name=row.name, nbytes=row.nbytes, moving_bytes=moving_bytes, pieces=(), sharding=sharding
-            )
-            pin, unpin = partial(self._pin, row.index), partial(self._unpin, row.index)
-            units.append(SimpleNamespace(spec=spec, pin=pin, unpin=unpin, tensor=row.index))
+            spec: Any = SimpleNamespace(name=row.name, nbytes=row.nbytes, moving_bytes=moving_bytes, pieces=())
+            pin, unpin = partial(self._pin, row), partial(self._unpin, row)
+            row.params = SimpleNamespace(spec=spec, pin=pin, unpin=unpin, tensor=row)
+            row.shared = Shared(spec) if ranks > 1 else None
         others = SimpleNamespace(all_gather=self._all_gather)
         counters = SimpleNamespace(stalled=nullcontext)
-        made: Any = Gathering  # by whoever has what it asks of these
-        return cast(Gathering, made(units, others, self.cycle.capacity_bytes, counters, self.cycle.ahead_bytes))
+        made: Any = Gathering
+        return made(self.rows, others, self.cycle.capacity_bytes, counters, self.cycle.ahead_bytes)
 
-    def _all_gather(self, unit: int, _pieces: object, _name: str) -> Sequence[Any]:
-        row = self.rows[unit]
+    def _all_gather(self, row: Row, _pieces: object, _name: str) -> Sequence[Any]:
         check_newest(row)
-        self._agree(("gather", unit, row.wanted))
-        self._whole[unit] = row.wanted
+        self._agree(("gather", row.index, row.wanted))
+        self._whole[row.index] = row.wanted
         return ()
 
     def _least(self, value: int) -> int:
         self._agree(("least", value))
         return value
 
-    def _pin(self, unit: int) -> None:
-        self.rows[unit].pins += 1
+    @staticmethod
+    def _pin(row: Row) -> None:
+        row.pins += 1
 
-    def _unpin(self, unit: int) -> None:
-        self.rows[unit].pins -= 1
+    @staticmethod
+    def _unpin(row: Row) -> None:
+        row.pins -= 1
 
     def changed(self, row: Row) -> None:
-        self._gathering.changed(row.index)
+        self._gathering.changed(row)
 
     # Calls #
 
@@ -324,7 +323,7 @@ class Rank(Performer):
             if spec.grads and not self._reduces(call) and (spec.parts or (left is not None and not left[unit])):
                 self._add(self.rows[unit])
         for unit in units:
-            if not self._gathering.is_whole(unit):
+            if not self._gathering.is_whole(self.rows[unit]):
                 violate("pinned", f"{self.rows[unit].name} was let go by all ranks while a module computed on it")
             self.rows[unit].computing = False
             if self.rows[unit].spec.grads and left is not None and not left[unit]:
@@ -400,49 +399,49 @@ class Rank(Performer):
 
     def _enter(self, units: tuple[int, ...]) -> None:
         """A module is about to compute on the units."""
-        self.undo(*units)
-        self._gathering.make_way(units)
-        for unit in units:
-            self._pin(unit)
-        for unit in units:
+        rows = [self.rows[unit] for unit in units]
+        self.undo(*rows)
+        self._gathering.make_way(rows)
+        for row in rows:
+            self._pin(row)
+        for row in rows:
             self.settle()
             if self.reduction is None:
-                self._agree(unit)
-            self.do(actions.UseBegins(unit))
-            self._gather_owed(unit)
-            self._gathering.enter(unit)
+                self._agree(row.index)
+            self.do(actions.UseBegins(row))
+            self._gather_owed(row)
+            self._gathering.enter(row)
             self._look_ahead()
-        for unit in units:
-            row = self.rows[unit]
+        for row in rows:
             check_newest(row)
-            if self._is_shared and self._whole.get(unit) != row.wanted:
-                violate("newest", f"{row.name} was gathered at {self._whole.get(unit)}, and the newest is {row.wanted}")
+            whole = self._whole.get(row.index)
+            if self._is_shared and whole != row.wanted:
+                violate("newest", f"{row.name} was gathered at {whole}, and the newest is {row.wanted}")
             row.computing = True
         self._commit_if_computed()
 
-    def _gather_owed(self, unit: int | None) -> None:
+    def _gather_owed(self, row: Row | None) -> None:
         """Gather what all ranks gather before this unit; None before they exchange something else."""
-        for other in self._gathering.owed(unit):
+        for other in self._gathering.owed(row):
             self.do(actions.ParametersNeeded(other))
             self._gathering.gather(other)
 
     def _look_ahead(self) -> None:
-        while (unit := self._gathering.due(self.cycle.upcoming)) is not None:
-            self.undo(unit)
-            self._pin(unit)
-            self.do(actions.ParametersNeeded(unit))
-            self._gathering.look_ahead(unit)
+        while (row := self._gathering.due([self.rows[unit] for unit in self.cycle.upcoming])) is not None:
+            self.undo(row)
+            self._pin(row)
+            self.do(actions.ParametersNeeded(row))
+            self._gathering.look_ahead(row)
 
     def _leave(self, units: tuple[int, ...]) -> None:
-        for unit in units:
-            row = self.rows[unit]
+        for row in [self.rows[unit] for unit in units]:
             if row.computing:
                 check_newest(row)
                 row.computing = False
-                if not self._gathering.is_whole(unit):
+                if not self._gathering.is_whole(row):
                     violate("pinned", f"{row.name} was let go by all ranks while a module computed on it")
             row.pins -= 1
-            self._gathering.leave(unit, self.cycle.expected)
+            self._gathering.leave(row, self.cycle.expected)
         self.settle()
 
     # Gradients #
@@ -458,7 +457,7 @@ class Rank(Performer):
         self._added[row.index] = added + 1
 
     def _make_room(self, row: Row) -> bool:
-        if self.free_gradients(row.index):
+        if self.free_gradients(row):
             return True
         if any(each.due is not None or each.ticket is not None for each in self.rows):
             self.drain()
@@ -474,7 +473,7 @@ class Rank(Performer):
             self.settle()
         elif self._last and self._schedule == "speculative":
             self._foresee(row)
-            if self._runs_ahead and self.run_ahead(row.index, self._due(row, clips=False)):
+            if self._runs_ahead and self.run_ahead(row, self._due(row, clips=False)):
                 self._finals.append(row.index)
                 self._foresight.tried()
         self.grads.rest(row)
@@ -483,7 +482,7 @@ class Rank(Performer):
 
     def _foresee(self, row: Row) -> None:
         """The unit is gathered anew, on all ranks, also on those where its update does not run ahead."""
-        self._gathering.changed(row.index)
+        self._gathering.changed(row)
 
     def _drop(self) -> None:
         """The step's gradients are nothing any more."""
@@ -513,14 +512,14 @@ class Rank(Performer):
             self.commit_ahead(row, due)
         else:
             row.due = due
-            self._gathering.changed(row.index)
+            self._gathering.changed(row)
         row.wanted += 1
         row.updates += 1
         del self._added[row.index]
         self._asked.pop(row, None)
         self._asked[row] = None
         if row.residency is not Residency.STORED or row.spec.beside:
-            self.do(actions.UpdateDue(row.index))
+            self.do(actions.UpdateDue(row))
 
     def _finish_step(self, norm: str, *, raises: bool) -> None:
         if self._pass_failed:
@@ -557,23 +556,23 @@ class Rank(Performer):
     def _update_all(self, *, clips: bool) -> None:
         """The norm is known: what ran ahead stands or is undone, and the others are updated."""
         rows = [self.rows[unit] for unit in sorted(sorted(self._added), key=self.cycle.first_use)]
-        others = [row.index for row in rows if row.ahead is None or clips]
+        others = [row for row in rows if row.ahead is None or clips]
         self.undo(*others)
         if self._schedule != "barrier":
-            self.worker.expect(others)
+            self.worker.expect([row.index for row in others])
         for row in rows:
             self._update(row, clips=clips)
 
     def undo_all(self, *, grads: bool = True) -> bool:
         """What runs ahead, or has done so, is undone; whether there was any."""
-        units = [row.index for row in self.aheads]
-        self.undo(*units, grads=grads)
-        return bool(units)
+        rows = list(self.aheads)
+        self.undo(*rows, grads=grads)
+        return bool(rows)
 
     def _start_pending(self) -> None:
         for row in [row for row in self._asked if row.due is not None]:
-            with self._pinned(row.index):
-                self.do(actions.ParametersNeeded(row.index))
+            with self._pinned(row):
+                self.do(actions.ParametersNeeded(row))
 
     def drain(self) -> None:
         """Carry out every update, and wait for all of them."""
@@ -632,31 +631,30 @@ class Rank(Performer):
         for row in self.rows:
             at_rest = row.ticket is None and row.due is None and row.residency is Residency.RESIDENT
             if row.is_written_home and at_rest and row.is_dirty and self.scheduler.is_written(row):
-                with self._resident(row.index):
+                with self._resident(row):
                     self.write_home(row)
 
     # Users #
 
     @contextmanager
-    def _pinned(self, unit: int) -> Iterator[None]:
-        self._pin(unit)
+    def _pinned(self, row: Row) -> Iterator[None]:
+        self._pin(row)
         try:
             yield
         finally:
-            self._unpin(unit)
+            self._unpin(row)
 
     @contextmanager
-    def _resident(self, unit: int, *, whole: bool = False) -> Iterator[Row]:
+    def _resident(self, row: Row, *, whole: bool = False) -> Iterator[Row]:
         """The unit's newest parameters are in memory as long as the context lasts, if `whole` on all ranks together."""
-        row = self.rows[unit]
-        self.undo(unit)
+        self.undo(row)
         if whole:
             self._gathering.drop_ahead()
-        with self._pinned(unit), ExitStack() as end:
-            self.do(actions.ParametersNeeded(unit))
+        with self._pinned(row), ExitStack() as end:
+            self.do(actions.ParametersNeeded(row))
             if whole:
-                end.callback(self._gathering.let_go, unit)
-                self._gathering.gather(unit)
+                end.callback(self._gathering.let_go, row)
+                self._gathering.gather(row)
             check_newest(row)
             yield row
 
@@ -666,7 +664,7 @@ class Rank(Performer):
             return
         try:
             with ExitStack() as looks:
-                for row in [looks.enter_context(self._resident(unit, whole=whole)) for unit in units]:
+                for row in [looks.enter_context(self._resident(self.rows[unit], whole=whole)) for unit in units]:
                     check_newest(row)
         except CapacityError:
             self._check_refusal(units)
@@ -681,12 +679,12 @@ class Rank(Performer):
         """The user writes a unit's parameters, between two steps."""
         if self._under_way or self._added:
             return
-        with self._resident(unit) as row:
+        with self._resident(self.rows[unit]) as row:
             if row.ticket is not None:
                 self.finish(row.ticket)
             row.wanted += 1
             row.put([row.wanted] * row.spec.tiles)
-            self._gathering.changed(unit)
+            self._gathering.changed(row)
 
     # The end #
 

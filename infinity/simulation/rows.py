@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infinity.schedule.unit_state import UnitState
 from infinity.simulation.clock import Clock, Operation
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from infinity.simulation.gradients import GradMemory
     from infinity.simulation.model import UnitSpec
     from infinity.simulation.worker import Ticket
+    from infinity.zero.unit import Shared
 
 TORN, NOTHING = -1, -2  # in the place of a version on a drive
 Gradient = tuple[int, int]  # the step that it is of, and how many uses have added to it
@@ -70,6 +71,7 @@ class Row(UnitState):
         staged, host_pins: it has host memory that it passes through, and who needs that.
         upload: its values on their way from there.
         elsewhere: the optimizer states tell the gradients, which are nowhere else.
+        params, shared: what the engine's `Gathering` asks of a unit.
     """
 
     updates = 0
@@ -95,6 +97,8 @@ class Row(UnitState):
     slot: int | None = None
     streams_in: bool | None = None
     elsewhere = False
+    params: Any = None
+    shared: Shared | None = None
 
     def __init__(self, index: int, spec: UnitSpec, memory: GradMemory, version: int) -> None:
         super().__init__(index, f"u{index}", spec.nbytes, moves=spec.moves, spills=spec.grads == "slot")

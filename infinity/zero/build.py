@@ -52,7 +52,7 @@ from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.in_flight import InFlight
-from infinity.zero.landing import Stays, ToHost, UnitTotal, parts_before
+from infinity.zero.landing import Stays, ToHost, parts_before
 from infinity.zero.model_parts import ModelParts
 from infinity.zero.partition import Partition, UnitLayout
 from infinity.zero.ranks import Ranks, is_first_process, least_of, ranks_on_this_machine
@@ -415,10 +415,12 @@ def _make_executor(
     moving = [spec.offloaded for spec in sizing.specs]
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ModelViews(writable=plan.config.zero.stage < 3)
+    layouts = sizing.partition.units
+    first = parts_before(layouts, whole=sizing.rules.grads.reduces)[:-1]
     units = [
-        Unit(each, UnitViews(unit, model, each, views), of_grads, grads, of_states)
-        for unit, each, of_grads, of_states in zip(
-            sizing.partition.units, params.units, grads.units, states.units, strict=True
+        Unit(layout, each, UnitViews(layout, model, each, views), of_grads, grads, of_states, first_part)
+        for layout, each, of_grads, of_states, first_part in zip(
+            layouts, params.units, grads.units, states.units, first, strict=True
         )
     ]
     in_flight = InFlight(params, grads, held.grads_there, states, pipeline, memory.counters)
@@ -438,7 +440,8 @@ def _as_one(ranks: Ranks, parts: ModelParts) -> Iterator[None]:
 def make_gradients(runtime: Runtime) -> Gradients:
     """Make the collector of a training step's gradients."""
     partition, rules = runtime.partition, runtime.sizing.rules
-    source: Direct | Reduction = Direct(partition.units, runtime.parts)
+    units = runtime.executor.units
+    source: Direct | Reduction = Direct(units, runtime.parts)
     if rules.grads.reduces:
         sizing = runtime.sizing
         journey = Journey(
@@ -452,7 +455,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
         numels, device = sizing.shards.numels, runtime.link.device
         partial = {unit: PartialSum(numels[unit], sizing.grad_dtype, device) for unit in runtime.summed_once}
         source = Reduction(
-            partition.units,
+            units,
             runtime.groups,
             journey,
             partition.shared,
@@ -463,14 +466,9 @@ def make_gradients(runtime: Runtime) -> Gradients:
         )
     streams = rules.grads.stream and not runtime.parts.shares
     there, counters = runtime.grads_there, runtime.counters
-    first = parts_before(partition.units, whole=rules.grads.reduces)
-    totals = [
-        UnitTotal(unit, row, first[row.index], unit.trained)
-        for unit, row in zip(partition.units, runtime.executor.units, strict=True)
-    ]
     to_host = ToHost(runtime.grads, source, counters, streams=streams)
     stays = None if there is None else Stays(there, source)
-    return Gradients(totals, source, to_host, stays, runtime.sums, counters, runtime.parts)
+    return Gradients(units, source, to_host, stays, runtime.sums, counters, runtime.parts)
 
 
 def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:

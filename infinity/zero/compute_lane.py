@@ -10,6 +10,7 @@ from torch import nn
 
 from infinity.telemetry import Lane, Timed, Timeline, Times
 from infinity.zero.hooks import Listener
+from infinity.zero.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ComputeLane:
         self._timeline = timeline
         self._moment = moment
         self._pass = ""
-        self._uses: list[int] = []  # units, innermost last
+        self._uses: list[Unit] = []  # units, innermost last
         self._since: Timed | None = None  # the start of the running span; None outside of a pass
 
     @contextmanager
@@ -68,36 +69,36 @@ class ComputeLane:
     def _cut(self) -> None:
         """Record the span since the last cut for the innermost use, or for no unit."""
         if self._since is not None:
-            unit = self._uses[-1] if self._uses else None
+            unit = self._uses[-1].index if self._uses else None
             self._timeline.record(Lane.COMPUTE, self._pass, _Between(self._since, self._moment()), unit)
 
     # Listener #
 
-    def enter(self, units: tuple[int, ...]) -> None:
+    def enter(self, units: tuple[Unit, ...]) -> None:
         with self._paused():
             self._listener.enter(units)
         self._uses.extend(reversed(units))
 
-    def backward_enter(self, units: tuple[int, ...]) -> None:
+    def backward_enter(self, units: tuple[Unit, ...]) -> None:
         with self._paused():
             self._listener.backward_enter(units)
         self._uses.extend(reversed(units))
 
-    def leave(self, units: tuple[int, ...], *, ends_forward: bool = False) -> None:
+    def leave(self, units: tuple[Unit, ...], *, ends_forward: bool = False) -> None:
         with self._paused():
             self._listener.leave(units, ends_forward=ends_forward)
         for unit in units:
-            index = next((i for i in reversed(range(len(self._uses))) if self._uses[i] == unit), None)
+            index = next((i for i in reversed(range(len(self._uses))) if self._uses[i] is unit), None)
             if index is not None:  # an exception may have ended its `enter`
                 del self._uses[index]
 
-    def backward_left(self, units: tuple[int, ...]) -> None:
+    def backward_left(self, units: tuple[Unit, ...]) -> None:
         with self._paused():
             self._listener.backward_left(units)
 
-    def in_parts(self, unit: int, slot: int, *, again: bool) -> None:
+    def in_parts(self, unit: Unit, slot: int, *, again: bool) -> None:
         self._listener.in_parts(unit, slot, again=again)
 
-    def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
         with self._paused():
             self._listener.gradient_ready(unit, slot, param)

@@ -14,6 +14,7 @@ from infinity.errors import InfinityError
 from infinity.zero.layer_major import LayerMajor
 from infinity.zero.phases import Phase
 from infinity.zero.step import Step
+from infinity.zero.unit import Unit
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -103,12 +104,12 @@ class _LayerMajorStep:
         torch.autograd.backward(tensors, grads)
         self._step.hooks.end_backward()
 
-    def complete(self, units: Sequence[int]) -> None:
+    def complete(self, units: Sequence[Unit]) -> None:
         step = self._step
         with step.running(Phase.BACKWARD):
-            for unit in sorted(units, reverse=True):
+            for unit in sorted(units, key=lambda unit: unit.index, reverse=True):
                 for addend in step.gradients.source.complete(unit):
                     step.updates.add(addend)
-                if step.gradients.begun(unit):
+                if unit.total.step is not None:
                     step.updates.final(unit)
                     step.updates.rest(unit)

@@ -20,7 +20,7 @@ discard a write by the training loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,7 +74,7 @@ class Executor:
     """Perform the scheduler's actions: move units and submit their updates.
 
     Args:
-        units: the row of each unit, by index: its state for the scheduler, its parameters and its views.
+        units: the rows of all units, in their order.
         views: state shared by the views of all units.
         params: parameters of all units.
         grads: gradients of units that are updated in host memory.
@@ -108,7 +108,7 @@ class Executor:
         self._pipeline = pipeline
         self._cycle = cycle
         self._in_flight = in_flight
-        self.gathering = Gathering(params.units, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
+        self.gathering = Gathering(units, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
         self._scheduler = Scheduler(
             units,
             cycle,
@@ -123,26 +123,25 @@ class Executor:
 
     # Uses #
 
-    def enter(self, units: tuple[int, ...]) -> None:
+    def enter(self, rows: Sequence[Unit]) -> None:
         """Block until the units are resident, up to date and unsharded, and start the next actions of the plan.
 
         If this raises, none of these units stays pinned.
         """
         if self._in_flight.speculative:
-            self.undo(*units)
+            self.undo(*rows)
         if self.gathering.ahead:
-            self.gathering.make_way(units)
-        rows = [self.units[unit] for unit in units]
+            self.gathering.make_way(rows)
         for row in rows:
             row.params.pin()  # pin all first: the fetch of one must not evict another
-        entered: list[int] = []
+        entered: list[Unit] = []
         try:
             for row in rows:
                 self.settle()
-                self._do(UseBegins(row.index))
-                entered.append(row.index)
+                self._do(UseBegins(row))
+                entered.append(row)
                 if self.gathering.shares:
-                    self._gather_for_use(row.index)
+                    self._gather_for_use(row)
                 row.views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
@@ -159,45 +158,44 @@ class Executor:
             if isinstance(action, AwaitAnyUpdate):
                 self._in_flight.finish_one()
             else:
-                _PERFORMERS[type(action)](self, self.units[action.unit], action)
+                _PERFORMERS[type(action)](self, action.unit, action)
         return action is not None
 
-    def gather_owed(self, unit: int | None = None) -> None:
+    def gather_owed(self, row: Unit | None = None) -> None:
         """Gather the units that all ranks gather before this one; with None, before another collective."""
-        for other in self.gathering.owed(unit):
+        for other in self.gathering.owed(row):
             self._do(ParametersNeeded(other))
             self.gathering.gather(other)
 
-    def _gather_for_use(self, unit: int) -> None:
+    def _gather_for_use(self, row: Unit) -> None:
         """Unshard a resident unit that a module is about to use, and start to gather the units that are used next."""
-        self.gather_owed(unit)
-        self.gathering.enter(unit)
+        self.gather_owed(row)
+        self.gathering.enter(row)
         self._look_ahead()
 
     def _look_ahead(self) -> None:
         """Start to gather the units that are used next, in their order."""
-        while (unit := self.gathering.due(self._cycle.upcoming)) is not None:
-            self.undo(unit)
-            params = self.units[unit].params
-            params.pin()
+        while (row := self.gathering.due([self.units[unit] for unit in self._cycle.upcoming])) is not None:
+            self.undo(row)
+            row.params.pin()
             try:
-                self._do(ParametersNeeded(unit))
-                self.gathering.look_ahead(unit)
+                self._do(ParametersNeeded(row))
+                self.gathering.look_ahead(row)
             except BaseException:
-                params.unpin()
+                row.params.unpin()
                 raise
 
-    def leave(self, units: tuple[int, ...]) -> None:
+    def leave(self, rows: Sequence[Unit]) -> None:
         """Allow eviction of the units again."""
-        for unit in units:
-            self.units[unit].params.unpin()
+        for row in rows:
+            row.params.unpin()
         if self.gathering.shares:
-            self._end_uses(units)
+            self._end_uses(rows)
         self.settle()
 
-    def _end_uses(self, units: Sequence[int]) -> None:
-        for unit in units:
-            self.gathering.leave(unit, self._cycle.expected)
+    def _end_uses(self, rows: Sequence[Unit]) -> None:
+        for row in rows:
+            self.gathering.leave(row, self._cycle.expected)
 
     # Actions #
 
@@ -276,63 +274,55 @@ class Executor:
         """Whether the unit can be evicted and is not pinned."""
         return row.moves and not row.is_pinned
 
-    def forward_order(self, units: Sequence[int]) -> list[int]:
+    def forward_order(self, rows: Iterable[Unit]) -> list[Unit]:
         """Return the units, sorted by their first use in the next cycle as far as it is known."""
-        return sorted(units, key=self._cycle.first_use)
+        return sorted(rows, key=lambda row: self._cycle.first_use(row.index))
 
     # Updates #
 
-    def update(self, unit: int, segments: tuple[Segment, ...], slots: Collection[int]) -> None:
+    def update(self, row: Unit, segments: tuple[Segment, ...], slots: Collection[int]) -> None:
         """Update the unit once its parameters are in memory: now, or after their fetch.
 
         Args:
             slots: indices of the parameters that the update changes. The running pass may still use the others.
         """
-        row = self.units[unit]
         self._in_flight.ask(row, segments)
-        self.gathering.changed(unit)
+        self.gathering.changed(row)
         row.views.outdate(slots)
         if row.params.is_at_hand():
-            self._do(UpdateDue(unit))
+            self._do(UpdateDue(row))
 
     # Speculative updates, see [Note: updates ahead] in in_flight.py #
-
-    def ran_ahead(self, unit: int) -> tuple[Segment, ...] | None:
-        """Return the segments of the unit's speculative update; None if it has none."""
-        ahead = self.units[unit].ahead
-        return None if ahead is None else ahead.segments
 
     def begin_ahead(self) -> None:
         """Start a rollback epoch: from now on writes to NVMe leave the present version of each unit intact."""
         self.write_changed()
         self._params.begin_ahead()
 
-    def run_ahead(self, unit: int, segments: tuple[Segment, ...], *, may_leave: bool) -> bool:
+    def run_ahead(self, row: Unit, segments: tuple[Segment, ...], *, may_leave: bool) -> bool:
         """Submit a speculative update of the unit, as far as it can be rolled back. Return False if no part of it can.
 
         Args:
             may_leave: the memory of the gradients may be reused if they can be reconstructed, because their norm is
                 known. A rollback or a user's read reconstructs them.
         """
-        each = self.units[unit]
-        before, each.foreseen = each.ahead, Foreseen(segments, may_leave)
+        before, row.foreseen = row.ahead, Foreseen(segments, may_leave)
         try:
-            self._do(UpdateForeseen(unit))
+            self._do(UpdateForeseen(row))
         finally:
-            each.foreseen = None
-        return each.ahead is not before
+            row.foreseen = None
+        return row.ahead is not before
 
-    def confirm(self, unit: int, slots: Collection[int]) -> None:
+    def confirm(self, row: Unit, slots: Collection[int]) -> None:
         """Commit the speculative update as this step's, of these parameters. The tiles that it left out are due now."""
-        row = self.units[unit]
         row.views.outdate(slots)
         self._in_flight.confirm(row)
         if row.ticket is None:
             self._in_flight.finished.append(row)
         if row.residency is not Residency.STORED:
-            self._do(UpdateDue(unit))
+            self._do(UpdateDue(row))
 
-    def undo(self, *units: int, grads: bool = True) -> None:
+    def undo(self, *rows: Unit, grads: bool = True) -> None:
         """Roll back the speculative updates of these units.
 
         Args:
@@ -342,41 +332,40 @@ class Executor:
             InfinityError: a module uses one of the units.
             StorageError: the old values cannot be read.
         """
-        ahead = [row for row in map(self.units.__getitem__, units) if row.ahead is not None]
+        ahead = [row for row in rows if row.ahead is not None]
         if not ahead or self._params.handing_over.torn:  # a poisoned engine must not touch its states
             return
         for row in ahead:
             if row.residency is Residency.FETCHING:  # prefetched by the plan
-                self._do(OldParametersNeeded(row.index))
-        away = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
-        here = [row for row in ahead if row not in away]
+                self._do(OldParametersNeeded(row))
+        to_fetch = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
+        at_hand = [row for row in ahead if row not in to_fetch]
         with self._params.handing_over:  # until no copy in memory is newer than what was restored
-            stale = self._in_flight.undo(here, self._free_gradients, grads=grads)
+            stale = self._in_flight.undo(at_hand, self.free_gradients, grads=grads)
             self._spill_ahead()
-            for row in away:  # one by one: there may not be room for all of them
-                self._do(OldParametersNeeded(row.index))
-                self._in_flight.undo([row], self._free_gradients, grads=grads)
+            for row in to_fetch:  # one by one: there may not be room for all of them
+                self._do(OldParametersNeeded(row))
+                self._in_flight.undo([row], self.free_gradients, grads=grads)
             self._spill_ahead()
             for row in ahead:
-                self.gathering.changed(row.index)
+                self.gathering.changed(row)
                 if row in stale:
-                    self._do(ParametersStale(row.index))
+                    self._do(ParametersStale(row))
 
     def undo_all(self, *, grads: bool = True) -> bool:
         """Roll back all speculative updates. Return whether there were any."""
         rows = self._in_flight.ahead
-        self.undo(*(row.index for row in rows), grads=grads)
+        self.undo(*rows, grads=grads)
         return bool(rows)
 
-    def gradient_comes(self, unit: int) -> None:
+    def gradient_comes(self, row: Unit) -> None:
         """Prepare for new gradients of the unit: its speculative update, if any, will be rolled back.
 
         Block until that update is finished, and restore its gradients. If another update has ended, also retry
         actions that wait for memory.
         """
-        row = self.units[unit]
         if row.ahead is not None:
-            self._in_flight.finish_ahead(row, self._free_gradients)
+            self._in_flight.finish_ahead(row, self.free_gradients)
             self._spill_ahead()
         if self._scheduler.waits_for_memory and self._in_flight.some_ended:
             self.settle()
@@ -386,19 +375,16 @@ class Executor:
         """Whether any update is unfinished, or waits for its unit."""
         return bool(self._in_flight)
 
-    def free_gradients(self, unit: int) -> bool:
+    def free_gradients(self, row: Unit) -> bool:
         """Free memory for the unit's gradients, by a spill or by waiting for an update. Return False if there is none
         to free."""
-        return self._free_gradients(self.units[unit])
-
-    def _free_gradients(self, row: Unit) -> bool:
-        freed = self._do(GradientsNeedRoom(row.index))
+        freed = self._do(GradientsNeedRoom(row))
         self._show_finished()
         return freed
 
-    def gradients_rest(self, unit: int) -> None:
+    def gradients_rest(self, row: Unit) -> None:
         """Note that the unit's gradients do not change for a while. If they may spill, spill the oldest ones early."""
-        if self.units[unit].spills:
+        if row.spills:
             self._do(GradientsRest())
 
     def _spill_ahead(self) -> None:
@@ -411,11 +397,14 @@ class Executor:
         """Poll completions: note finished updates, and use the memory that they have released."""
         if self._params.handing_over.torn:
             return
-        self._in_flight.settle()
-        self._spill_ahead()
+        in_flight = self._in_flight
+        in_flight.settle()
+        if in_flight.some_rest:
+            self._spill_ahead()
         if self._scheduler.waits_for_memory:
             self._do(MemoryFreed())
-        self._show_finished()
+        if in_flight.finished:
+            self._show_finished()
         for params in self._params.passing:  # through host memory, on the way to the device
             row = self.units[params.index]
             if row.ticket is None and row.due is None:
@@ -438,7 +427,7 @@ class Executor:
             behind = row.params.coming is not None or row.is_updating
             if behind or self._rests(row):
                 continue  # its next use shows it
-            if row.params.residency is Residency.RESIDENT and self.gathering.is_whole(row.index):
+            if row.params.residency is Residency.RESIDENT and self.gathering.is_whole(row):
                 row.views.show()
 
     @property
@@ -449,7 +438,7 @@ class Executor:
         for row in self._in_flight.due:
             row.params.pin()
             try:
-                self._do(ParametersNeeded(row.index))
+                self._do(ParametersNeeded(row))
             finally:
                 row.params.unpin()
 
@@ -463,7 +452,7 @@ class Executor:
         """Write units that were modified outside the optimizer, if updates expect their values on NVMe."""
         for row in self.units:
             if row.params.is_unwritten() and self._scheduler.is_written(row) and row.ticket is None:
-                with self.resident(row.index):
+                with self.resident(row):
                     row.params.write_home()
 
     def drain(self) -> None:
@@ -498,39 +487,37 @@ class Executor:
         for row in self.units:
             if not row.moves:
                 self._params.await_update(row.params)
-                self.gathering.gather(row.index)
+                self.gathering.gather(row)
                 row.views.show()
 
     # Values outside of a step #
 
     @contextmanager
-    def gathered(self, unit: int) -> Iterator[torch.Tensor]:
+    def gathered(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield the unit's flat parameters on the compute device, up to date and unsharded, while the context lasts.
 
         All ranks call this together.
         """
-        row = self.units[unit]
-        self.undo(unit)
+        self.undo(row)
         self.gathering.drop_ahead()  # the model's pass may be running
         row.params.pin()
         try:
-            self._do(ParametersNeeded(unit))
-            self.gathering.gather(unit)
+            self._do(ParametersNeeded(row))
+            self.gathering.gather(row)
             row.views.show()
             yield row.params.tensor
         finally:
-            self.gathering.let_go(unit)
+            self.gathering.let_go(row)
             row.params.unpin()
             self._rest(row)
 
     @contextmanager
-    def resident(self, unit: int) -> Iterator[torch.Tensor]:
+    def resident(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield this rank's shard of the unit in host memory, up to date and read only, while the context lasts."""
-        row = self.units[unit]
-        self.undo(unit)
+        self.undo(row)
         row.params.pin()
         try:
-            self._do(ParametersNeeded(unit))
+            self._do(ParametersNeeded(row))
             with self._in_host_memory(row):
                 yield row.params.shard
         finally:
@@ -538,11 +525,10 @@ class Executor:
             self._rest(row)
 
     @contextmanager
-    def changing(self, unit: int) -> Iterator[torch.Tensor]:
+    def changing(self, row: Unit) -> Iterator[torch.Tensor]:
         """As `resident`, for writing. The values at the end of the context are the unit's newest, after an exception,
         too."""
-        row = self.units[unit]
-        with self.resident(unit) as flat:
+        with self.resident(row) as flat:
             for move in self._params.begin_change(row.params):
                 move.transfer.result()
             try:
@@ -550,9 +536,9 @@ class Executor:
             finally:
                 self._params.end_change(row.params)
                 self._params.await_update(row.params)
-                self.gathering.changed(unit)
+                self.gathering.changed(row)
                 row.views.outdate()
-                if self.gathering.is_whole(unit):
+                if self.gathering.is_whole(row):
                     row.views.show()
 
     def take_over(self) -> None:
@@ -563,26 +549,25 @@ class Executor:
         """
         for row in self.units:
             if row.params.written:  # units in the user's own files have no such values
-                with self.changing(row.index):
+                with self.changing(row):
                     row.params.read_found()
         self._pipeline.take_over()
 
-    def refresh(self, unit: int) -> None:
+    def refresh(self, row: Unit) -> None:
         """Point the model's parameters of the unit at its memory again, or at NaN if it is not resident."""
-        row = self.units[unit]
         row.views.forget()
         self._params.await_update(row.params)
         behind = row.is_updating or self.views.detached
-        whole = row.residency is Residency.RESIDENT and self.gathering.is_whole(unit)
+        whole = row.residency is Residency.RESIDENT and self.gathering.is_whole(row)
         if whole and not behind and not self._rests(row):
             row.views.show()
         else:
             row.views.hide()
 
-    def take_back(self, unit: int, slot: int) -> None:
+    def take_back(self, row: Unit, slot: int) -> None:
         """Point a parameter that lay in a tensor of its own (see `UnitViews.lend`) at its unit's memory again."""
-        self.units[unit].views.take_back(slot)
-        self.refresh(unit)
+        row.views.take_back(slot)
+        self.refresh(row)
 
     def detach_views(self) -> None:
         """Detach the model's parameters from the memory, before it is freed."""
@@ -591,11 +576,11 @@ class Executor:
             row.views.detach()
 
     @contextmanager
-    def created(self, unit: int) -> Iterator[torch.Tensor]:
+    def created(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield memory for the first values of a unit. The written content becomes its values."""
-        params = self.units[unit].params
+        params = row.params
         while not self._params.create(params):
-            self._do(RoomNeeded(unit))
+            self._do(RoomNeeded(row))
         params.pin()
         try:
             yield params.shard
@@ -606,12 +591,12 @@ class Executor:
         finally:
             params.unpin()
         if params.residency is Residency.RESIDENT:
-            self._do(ParametersMade(unit))
-        self.refresh(unit)
+            self._do(ParametersMade(row))
+        self.refresh(row)
 
 
 # Unbound methods: bound ones would form a cycle, and an unreferenced executor would stay until a garbage collection.
-_PERFORMERS: dict[type[Action], Callable[[Executor, Unit, Any], object]] = {
+_PERFORMERS: dict[type[Action], Callable[[Executor, Any, Any], object]] = {
     Fetch: Executor._fetch,
     AwaitFetch: lambda executor, row, _: executor._await_fetch(row),
     AwaitGradients: lambda executor, row, _: executor._grads.finish_moves(row.grads),

@@ -53,10 +53,10 @@ class Owner(Protocol):
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
         """As `settle`, when parameters may be changed. Return the engine's runtime."""
 
-    def lends(self, unit: int, slot: int) -> bool:
+    def lends(self, place: Place) -> bool:
         """Whether this parameter is lent."""
 
-    def shows(self, unit: int, slot: int) -> bool:
+    def shows(self, place: Place) -> bool:
         """Whether this parameter is lent, or used by a running pass of the model."""
 
     def model_was_zeroed(self) -> None:
@@ -127,7 +127,7 @@ def owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
 def has_values(param: nn.Parameter) -> bool:
     """Whether the parameter can be read now: it is lent, a running pass uses it, or no engine has it."""
     found = owner_of(param)
-    return found is None or found[0].shows(found[1].unit.index, found[1].index)
+    return found is None or found[0].shows(found[1])
 
 
 @torch.inference_mode(False)  # a parameter may lie in them, and must stay trainable
@@ -140,7 +140,7 @@ def unit_values(
         device: for the copies; by default the compute device.
     """
     copies = []
-    with runtime.executor.gathered(unit.index) as flat:
+    with runtime.executor.gathered(runtime.row(unit)) as flat:
         for slot in (unit.slots[index] for index in indices):
             values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
             copies.append(values.to(device or runtime.row(unit).params.tensor.device, copy=True))
@@ -246,7 +246,7 @@ class Loan:
         if values.shape != place.slot.shape:
             return False
         values = values.reshape(-1).cpu()
-        with self.runtime.executor.resident(place.unit.index) as flat:
+        with self.runtime.executor.resident(self.runtime.row(place.unit)) as flat:
             for part in self.runtime.partition.parts(place.unit, of=place.slot):
                 known = flat[part.shard].float()
                 error = values[part.param].float() - known
@@ -259,7 +259,7 @@ class Loan:
         """Return the parameters to the engine."""
         for place in self._lent:
             if views_of(self.runtime, place).lent_values(place.index) is not None:
-                self.runtime.executor.take_back(place.unit.index, place.index)
+                self.runtime.executor.take_back(self.runtime.row(place.unit), place.index)
         self._lent.clear()
 
 
@@ -412,7 +412,7 @@ def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:
         if unit.runs:  # in the user's files, which must not change
             lent += group
             continue
-        with runtime.executor.gathered(unit.index):
+        with runtime.executor.gathered(runtime.row(unit)):
             pass
     return lent
 
@@ -428,7 +428,7 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, slot: 
     layout = runtime.layout
     if unit.runs and not _differs(values, runtime, unit, slot):
         return  # otherwise `changing` raises with the reason
-    with runtime.executor.changing(unit.index) as flat:
+    with runtime.executor.changing(runtime.row(unit)) as flat:
         for part in runtime.partition.parts(unit, of=slot):
             current = flat[part.shard]
             here = values[part.param].to(current.dtype)
@@ -450,6 +450,6 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, slot: 
 
 def _differs(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, slot: ParamSlot) -> bool:
     """Whether this rank's shard has other values."""
-    with runtime.executor.resident(unit.index) as flat:
+    with runtime.executor.resident(runtime.row(unit)) as flat:
         parts = runtime.partition.parts(unit, of=slot)
         return any(not torch.equal(values[part.param].to(flat.dtype), flat[part.shard]) for part in parts)

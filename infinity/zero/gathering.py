@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 from infinity.schedule import Ahead
 from infinity.telemetry import Counters, StallCause, Times
-from infinity.tiers import Field, Memory
-from infinity.tiers.unit_params import UnitParams
+from infinity.tiers import Memory
 from infinity.zero.ranks import Pending, Ranks
+from infinity.zero.unit import Shared, Unit
 
 _DEVICE = Memory.DEVICE
 
@@ -44,37 +44,11 @@ class _Gather:
         return None
 
 
-class _Shared:
-    """A unit that several ranks share.
-
-    Attributes:
-        params: its parameters on this rank.
-        whole: its one copy has all ranks' shards.
-        moving_bytes: of the unsharded unit; 0 if it is never evicted.
-        uses: number of modules that compute on it now.
-    """
-
-    __slots__ = ("moving_bytes", "params", "unit", "uses", "whole")
-
-    def __init__(self, unit: int, params: UnitParams) -> None:
-        spec = params.spec
-        self.params = params
-        self.unit = unit
-        self.moving_bytes = spec.moving_bytes
-        self.uses = 0
-        self.whole = Field(f"whole {spec.name}", [_DEVICE])
-        self.whole.outdate()  # a value exists, but not unsharded
-
-    @property
-    def is_whole(self) -> bool:
-        return self.whole.is_newest(_DEVICE)
-
-
 class Gathering:
     """The units that are unsharded now or will be. A unit of one rank alone always is.
 
     Args:
-        units: the parameters of all units, by index.
+        rows: of all units.
         capacity_bytes: memory for units that are evicted and fetched; the same on all ranks.
         ahead_bytes: memory for units that are gathered early, beyond the next one.
 
@@ -84,70 +58,67 @@ class Gathering:
     """
 
     def __init__(
-        self, units: Sequence[UnitParams], ranks: Ranks, capacity_bytes: int, counters: Counters, ahead_bytes: int = 0
+        self, rows: Sequence[Unit], ranks: Ranks, capacity_bytes: int, counters: Counters, ahead_bytes: int = 0
     ) -> None:
         self._ranks = ranks
         self._counters = counters
-        self._shared = [
-            _Shared(unit, params) if params.spec.sharding.count > 1 else None for unit, params in enumerate(units)
-        ]
-        self.shares = any(each is not None for each in self._shared)
-        moving_bytes = [params.spec.moving_bytes for params in units]
+        self._shared = [row for row in rows if row.shared is not None]
+        self.shares = bool(self._shared)
+        moving_bytes = [row.params.spec.moving_bytes for row in rows]
         self._may_be_ahead = Ahead(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
-        self.ahead: dict[_Shared, None] = {}
-        self._order = [] if any(moving_bytes) else [each for each in self._shared if each is not None]
+        self.ahead: dict[Unit, None] = {}
+        self._order = [] if any(moving_bytes) else list(self._shared)
         self._in_forward = False
         self._in_use_bytes = 0  # of units in use that can be evicted
 
-    def is_whole(self, unit: int) -> bool:
+    @staticmethod
+    def is_whole(row: Unit) -> bool:
         """Whether the newest shards of all ranks are in the unit's memory."""
-        each = self._shared[unit]
-        return each is None or each.is_whole
+        return row.shared is None or row.shared.is_whole
 
-    def make_way(self, units: Sequence[int]) -> None:
+    def make_way(self, rows: Sequence[Unit]) -> None:
         """Drop units that were gathered for a use that does not come, before a module uses these units."""
-        for unit in units:
-            each = self._shared[unit]
-            if each in self.ahead:
+        for row in rows:
+            if row in self.ahead:
                 return
-            if each is not None and not each.is_whole:
+            if not self.is_whole(row):
                 self.drop_ahead()
                 return
 
-    def enter(self, unit: int) -> None:
+    def enter(self, row: Unit) -> None:
         """Unshard a resident unit."""
-        each = self._shared[unit]
-        if each is None:
+        shared = row.shared
+        if shared is None:
             return
-        if not each.uses:
-            self._in_use_bytes += each.moving_bytes
-        each.uses += 1  # first, because `leave` follows in any case
-        if each in self.ahead:
-            while (first := next(iter(self.ahead))) is not each:
+        if not shared.uses:
+            self._in_use_bytes += shared.moving_bytes
+        shared.uses += 1  # first, because `leave` follows in any case
+        if row in self.ahead:
+            while (first := next(iter(self.ahead))) is not row:
                 self._drop(first)
-            self._take(each)
-        elif not each.is_whole:
+            self._take(row)
+        elif not shared.is_whole:
             self.drop_ahead()
-        self._gather(each)
+        self.gather(row)
 
-    def leave(self, unit: int, expected: int | None) -> None:
+    def leave(self, row: Unit, expected: int | None) -> None:
         """End a use. Does nothing if `enter` was not reached.
 
         Args:
             expected: the unit that is used next.
         """
-        each = self._shared[unit]
-        if each is None or not each.uses:
+        shared = row.shared
+        if shared is None or not shared.uses:
             return
-        each.uses -= 1
-        if each.uses:
+        shared.uses -= 1
+        if shared.uses:
             return
-        self._in_use_bytes -= each.moving_bytes
-        if expected == unit and each not in self.ahead and each.is_whole and each.moving_bytes:
-            each.params.pin()
-            self.ahead = {each: None, **self.ahead}
-        elif each not in self.ahead:
-            self._let_go(each)
+        self._in_use_bytes -= shared.moving_bytes
+        if expected == row.index and row not in self.ahead and shared.is_whole and shared.moving_bytes:
+            row.params.pin()
+            self.ahead = {row: None, **self.ahead}
+        elif row not in self.ahead:
+            self.let_go(row)
 
     def begin_cycle(self) -> None:
         self._in_forward = bool(self._order)
@@ -155,12 +126,12 @@ class Gathering:
     def end_cycle(self) -> None:
         """Drop early gathers and end all uses."""
         self.drop_ahead()
-        for each in self._shared:
-            if each is not None and each.uses:  # an exception may have skipped `leave`
-                each.uses = 1
-                self.leave(each.unit, None)
+        for row in self._shared:
+            if row.shared is not None and row.shared.uses:  # an exception may have skipped `leave`
+                row.shared.uses = 1
+                self.leave(row, None)
 
-    def due(self, upcoming: Sequence[int]) -> int | None:
+    def due(self, upcoming: Sequence[Unit]) -> Unit | None:
         """Return the unit that is to be gathered next, during the use that begins; None if there is none, or no room
         for it.
 
@@ -170,120 +141,101 @@ class Gathering:
         if self._order:
             if not self._in_forward:  # updates begin, and no module uses their units before the next pass
                 return None
-            upcoming = [each.unit for each in self._order if not each.is_whole][: len(upcoming)]
-        passed: list[int] = []
-        for steps, unit in enumerate(upcoming, 1):
-            each = self._shared[unit]
+            upcoming = [row for row in self._order if not self.is_whole(row)][: len(upcoming)]
+        passed: list[Unit] = []
+        for steps, row in enumerate(upcoming, 1):
+            shared = row.shared
             # An evictable unit is resharded between two uses, unless they are adjacent. Units behind the second use are
             # gathered after it.
             if (
-                each is not None
-                and each.moving_bytes
-                and passed[-1:] != [unit]
-                and (unit in passed or (steps > 1 and each.uses))
+                shared is not None
+                and shared.moving_bytes
+                and passed[-1:] != [row]
+                and (row in passed or (steps > 1 and shared.uses))
             ):
                 return None
-            passed.append(unit)
-            if each is not None and not each.is_whole and each not in self.ahead:
-                return unit if self._has_room(each, steps) else None
+            passed.append(row)
+            if shared is not None and not shared.is_whole and row not in self.ahead:
+                return row if self._has_room(row, shared.moving_bytes, steps) else None
         return None
 
-    def _has_room(self, each: _Shared, steps: int) -> bool:
+    def _has_room(self, row: Unit, moving_bytes: int, steps: int) -> bool:
         """Whether a unit needed `steps` uses from now has room beside the units in use and those needed before it."""
-        if each.moving_bytes:
-            ahead_bytes = sum(other.moving_bytes for other in self.ahead)
-            return self._may_be_ahead.may_be(steps, each.moving_bytes, self._in_use_bytes, ahead_bytes)
-        whole_bytes = sum(other.params.spec.nbytes for other in (*self.ahead, each))
+        if moving_bytes:
+            ahead_bytes = sum(other.params.spec.moving_bytes for other in self.ahead)
+            return self._may_be_ahead.may_be(steps, moving_bytes, self._in_use_bytes, ahead_bytes)
+        whole_bytes = sum(other.params.spec.nbytes for other in (*self.ahead, row))
         return steps == 1 or whole_bytes <= self._may_be_ahead.bytes
 
-    def look_ahead(self, unit: int) -> None:
+    def look_ahead(self, row: Unit) -> None:
         """Start to gather a resident, pinned unit. `_take` unpins it, when it is used or dropped."""
-        each = self._shared[unit]
-        assert each is not None
-        self._start(each)
-        self.ahead[each] = None
+        assert row.shared is not None
+        self._start(row, row.shared)
+        self.ahead[row] = None
 
-    def changed(self, unit: int) -> None:
+    def changed(self, row: Unit) -> None:
         """Mark the unsharded copy as stale, because the shard changes or will change.
 
         A running gather is waited for first: until its end it may write the old values, including this rank's own.
         """
-        each = self._shared[unit]
-        if each is not None:
-            self._change(each)
+        if row.shared is None:
+            return
+        if row in self.ahead:
+            self._drop(row)
+        self._wait(row.shared)
+        row.shared.whole.outdate()
 
-    def _change(self, each: _Shared) -> None:
-        if each in self.ahead:
-            self._drop(each)
-        self._wait(each)
-        each.whole.outdate()
-
-    def let_go(self, unit: int) -> None:
+    def let_go(self, row: Unit) -> None:
         """Reshard the unit, unless it is in use or its parameters stay on the device."""
-        each = self._shared[unit]
-        if each is not None:
-            self._let_go(each)
+        shared = row.shared
+        if shared is not None and shared.moving_bytes and not shared.uses:
+            self.changed(row)
 
-    def _let_go(self, each: _Shared) -> None:
-        if each.moving_bytes and not each.uses:
-            self._change(each)
-
-    def gather(self, unit: int) -> None:
+    def gather(self, row: Unit) -> None:
         """Unshard a resident unit now, on all ranks together."""
-        each = self._shared[unit]
-        if each is not None:
-            self._gather(each)
+        if row in self.ahead:
+            self._take(row)
+        if row.shared is not None and not row.shared.is_whole:
+            self._start(row, row.shared)
+            self._wait(row.shared)
 
-    def _gather(self, each: _Shared) -> None:
-        if each in self.ahead:
-            self._take(each)
-        if not each.is_whole:
-            self._start(each)
-            self._wait(each)
-
-    def owed(self, unit: int | None = None) -> list[int]:
+    def owed(self, row: Unit | None = None) -> list[Unit]:
         """Return the units that must be gathered before this one, or before another collective, whether used or not."""
-        if not self._in_forward or (unit is not None and self.is_whole(unit)):
+        if not self._in_forward or (row is not None and self.is_whole(row)):
             return []
-        self._in_forward = unit is not None
-        owed = []
-        for each in self._order:
-            if each.unit == unit:
-                break
-            if not each.is_whole:
-                owed.append(each.unit)
-        return owed
+        self._in_forward = row is not None
+        before = self._order if row is None else self._order[: self._order.index(row)]
+        return [each for each in before if not self.is_whole(each)]
 
     def follow(self, order: Sequence[int]) -> None:
         """Gather in this order from now on, behind units that it does not contain. All ranks call this together."""
-        if self._order:
-            others = [each for each in self._order if each.unit not in order]
-            shared = [self._shared[unit] for unit in order]
-            self._order = others + [each for each in shared if each is not None]
+        place = {unit: position for position, unit in enumerate(order)}
+        self._order.sort(key=lambda row: place.get(row.index, -1))
 
     def drop_ahead(self) -> None:
         while self.ahead:
             self._drop(next(iter(self.ahead)))
 
-    def _drop(self, each: _Shared) -> None:
-        self._take(each)
-        self._let_go(each)
+    def _drop(self, row: Unit) -> None:
+        self._take(row)
+        self.let_go(row)
 
-    def _take(self, each: _Shared) -> None:
+    def _take(self, row: Unit) -> None:
         """Wait for an early gather, and unpin the unit."""
-        del self.ahead[each]
+        assert row.shared is not None
+        del self.ahead[row]
         try:
-            self._wait(each)
+            self._wait(row.shared)
         finally:
-            each.params.unpin()
+            row.params.unpin()
 
-    def _start(self, each: _Shared) -> None:
-        spec, field = each.params.spec, each.whole
-        gathers = self._ranks.all_gather(each.params.tensor, spec.pieces, spec.name)
-        field.begin_move(None, _DEVICE, _Gather(gathers), StallCause.COLLECTIVE, at=field.version)
+    def _start(self, row: Unit, shared: Shared) -> None:
+        spec, whole = row.params.spec, shared.whole
+        gathers = self._ranks.all_gather(row.params.tensor, spec.pieces, spec.name)
+        whole.begin_move(None, _DEVICE, _Gather(gathers), StallCause.COLLECTIVE, at=whole.version)
 
-    def _wait(self, each: _Shared) -> None:
-        move = each.whole.arriving(_DEVICE)
+    def _wait(self, shared: Shared) -> None:
+        move = shared.whole.arriving(_DEVICE)
         if move is not None:
             with self._counters.stalled(move.cause):
-                each.whole.finish_move(move)
+                shared.whole.finish_move(move)

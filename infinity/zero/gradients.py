@@ -11,18 +11,19 @@ from torch import nn
 from infinity.errors import InfinityError
 from infinity.kernels import GradStats
 from infinity.telemetry import Counters
-from infinity.tiers import DeviceSums, UnitGrads
-from infinity.zero.landing import Coming, Landing, Measures, Stays, ToHost, UnitTotal
+from infinity.tiers import DeviceSums
+from infinity.zero.landing import Landing, Stays, ToHost
 from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
 from infinity.zero.ranks import Vote
-from infinity.zero.reduction import WHOLE, Addend, Direct, Reduction
+from infinity.zero.reduction import Addend, Direct, Reduction
+from infinity.zero.unit import WHOLE, Coming, Measures, Unit
 
 
 class Gradients:
     """The parameters' gradients of the current step.
 
     Args:
-        totals: of all units.
+        units: the rows of all units.
         to_host, stays: bring them to where they are held; `stays` is None if none stay on the device.
         sums: sums over micro-batches on the device, as far as there is room.
         parts: the other parts of a divided model.
@@ -33,7 +34,7 @@ class Gradients:
 
     def __init__(
         self,
-        totals: Sequence[UnitTotal],
+        units: Sequence[Unit],
         source: Direct | Reduction,
         to_host: ToHost,
         stays: Stays | None,
@@ -41,7 +42,7 @@ class Gradients:
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
     ) -> None:
-        self._totals = totals
+        self._units = units
         self.source = source
         self._to_host = to_host
         self._stays = stays
@@ -50,19 +51,19 @@ class Gradients:
         self._parts = parts
         self._last_pass = False
 
-    def _landing(self, total: UnitTotal) -> Landing:
-        return self._stays if self._stays is not None and total.row.is_updated_on_device else self._to_host
+    def _landing(self, unit: Unit) -> Landing:
+        return self._stays if self._stays is not None and unit.is_updated_on_device else self._to_host
 
     # Arriving #
 
-    def take(self, unit: int, slot: int, param: nn.Parameter) -> Addend | None:
+    def take(self, unit: Unit, slot: int, param: nn.Parameter) -> Addend | None:
         """Take `param.grad` away. Return the gradients that are to be added now."""
-        grad, of = local_gradient(param), self._totals[unit].unit
+        grad = local_gradient(param)
         if grad is None:
-            raise RuntimeError(f"gradient of {of.slots[slot].name} is missing when its hook runs")
+            raise RuntimeError(f"gradient of {unit.layout.slots[slot].name} is missing when its hook runs")
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        addend = self.source.take(of, slot, grad)
+        addend = self.source.take(unit, slot, grad)
         param.grad = None
         return addend
 
@@ -75,19 +76,19 @@ class Gradients:
         if self._last_pass and not self._sums.sums:
             return addend
         unit, part, start, _, grad, *_ = addend
-        total = self._totals[unit]
+        step = unit.total.step
         begins_here = (
             not self._last_pass
-            and (total.step is None or part not in total.step.stats)
-            and not total.row.is_updated_on_device  # else its gradients never leave the device
-            and self._sums.make_room(total.row.grads)
+            and (step is None or part not in step.stats)
+            and not unit.is_updated_on_device  # else its gradients never leave the device
+            and self._sums.make_room(unit.grads)
         )
-        if not begins_here and (total.row.grads, part) not in self._sums.sums:
+        if not begins_here and (unit.grads, part) not in self._sums.sums:
             return addend
-        self._sums.add(total.row.grads, part, start, grad.view(-1))
+        self._sums.add(unit.grads, part, start, grad.view(-1))
         if self._last_pass:
-            return addend._replace(values=self._sums.sums.pop((total.row.grads, part)))
-        self._note_come(total, addend)
+            return addend._replace(values=self._sums.sums.pop((unit.grads, part)))
+        self._note_come(addend)
         return None
 
     def finish(self) -> Iterator[Addend]:
@@ -101,23 +102,23 @@ class Gradients:
     def sums_left(self) -> Iterator[Addend]:
         """Yield the sums on the device to which the last micro-batch has added nothing."""
         for held, part in list(self._sums.sums):
-            addend = self._sum_of(held, part)
+            addend = self._sum_of(self._units[held.unit], part)
             del self._sums.sums[held, part]
             yield addend
 
-    def _sum_of(self, held: UnitGrads, part: int) -> Addend:
+    def _sum_of(self, unit: Unit, part: int) -> Addend:
         """Return the device's sum of a part, to be added on the host."""
-        start = 0 if part == WHOLE else self._totals[held.unit].unit.slots[part].offset
-        values = self._sums.sums[held, part]
-        return Addend(held.unit, part, start, start + values.numel(), values, (), ())  # the slots are recorded already
+        start = 0 if part == WHOLE else unit.layout.slots[part].offset
+        values = self._sums.sums[unit.grads, part]
+        return Addend(unit, part, start, start + values.numel(), values, (), ())  # the slots are recorded already
 
-    def all_come(self, unit: int) -> bool:
+    def all_come(self, unit: Unit) -> bool:
         """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
-        total = self._totals[unit]
-        return self.source.tells_late or len(total.of_pass) == total.trained
+        return self.source.tells_late or len(unit.total.of_pass) == unit.total.trained
 
     @staticmethod
-    def _note_come(total: UnitTotal, addend: Addend) -> None:
+    def _note_come(addend: Addend) -> None:
+        total = addend.unit.total
         total.begun().present.update(addend.present)
         total.of_pass.update(addend.of_pass)
 
@@ -128,15 +129,16 @@ class Gradients:
             Whether all gradients of the unit have come in this backward pass; None if nothing was added for lack of
                 room.
         """
-        total = self._totals[addend.unit]
+        unit = addend.unit
+        total = unit.total
         step = total.step or total.begun()  # first, so that a buffer opened below can be dropped
         is_first = not step.stats
-        landing = self._landing(total)
-        if not landing.add(total, addend, step.stats, last_pass=self._last_pass):
+        landing = self._landing(unit)
+        if not landing.add(unit, addend, step.stats, last_pass=self._last_pass):
             return None
         if is_first:
-            for low, high in self.source.gaps[total.unit.index]:
-                landing.store.tensor(total.row.grads)[low:high] = 0  # kernels process the padding, too
+            for low, high in self.source.gaps[unit.index]:
+                landing.store.tensor(unit.grads)[low:high] = 0  # kernels process the padding, too
         step.present.update(addend.present)
         total.of_pass.update(addend.of_pass)
         return self.source.tells_late or len(total.of_pass) == total.trained
@@ -163,11 +165,11 @@ class Gradients:
         if not self.source.tells_late:
             return
         for unit, slots in self.source.told():
-            self._totals[unit].begun().present.update(slots)
-        for total in self._totals:
-            if total.step is not None and not total.step.present:
-                self._sums.sums.pop((total.row.grads, WHOLE), None)
-                self._drop(total)
+            unit.total.begun().present.update(slots)
+        for unit in self._units:
+            if unit.total.step is not None and not unit.total.step.present:
+                self._sums.sums.pop((unit.grads, WHOLE), None)
+                self._drop(unit)
 
     def abort_backward(self) -> None:
         """Forget the pass, which has failed."""
@@ -175,26 +177,22 @@ class Gradients:
         self._forget_pass()
 
     def _forget_pass(self) -> None:
-        for total in self._totals:
-            total.of_pass.clear()
+        for unit in self._units:
+            unit.total.of_pass.clear()
 
     # Sums #
 
-    def begun(self, unit: int) -> bool:
-        """Whether the unit has a gradient in this step."""
-        return self._totals[unit].step is not None
+    def units_with_gradients(self) -> list[Unit]:
+        return [unit for unit in self._units if unit.total.step is not None and unit.total.step.present]
 
-    def units_with_gradients(self) -> list[int]:
-        return [total.unit.index for total in self._totals if total.step is not None and total.step.present]
-
-    def slots_with_gradients(self, unit: int) -> frozenset[int]:
-        step = self._totals[unit].step
+    @staticmethod
+    def slots_with_gradients(unit: Unit) -> frozenset[int]:
+        step = unit.total.step
         return frozenset() if step is None else frozenset(step.present)
 
-    def have_come(self, unit: int) -> bool:
+    def have_come(self, unit: Unit) -> bool:
         """Whether the measurements of the unit can be read without waiting."""
-        total = self._totals[unit]
-        return self._landing(total).store.has_come(total.row.grads)
+        return self._landing(unit).store.has_come(unit.grads)
 
     @property
     def lag(self) -> int:
@@ -206,7 +204,7 @@ class Gradients:
         """Whether gradients can be checked at any time, because no other rank takes part in it."""
         return self.source.groups.all.size * self._parts.ranks.size == 1
 
-    def ask_others(self, unit: int) -> Vote:
+    def ask_others(self, unit: Unit) -> Vote:
         """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""
         spoilt, sharing = not self._is_finite_here(unit), self.source.groups.sharing
         if self._parts.ranks.size == 1:
@@ -220,30 +218,29 @@ class Gradients:
         with self.source.agreeing():
             return not vote.result()
 
-    def _is_finite_here(self, unit: int) -> bool:
+    def _is_finite_here(self, unit: Unit) -> bool:
         return all(stats.finite for stats in self._stats(unit))
 
-    def _stats(self, unit: int) -> list[GradStats]:
+    def _stats(self, unit: Unit) -> list[GradStats]:
         """Return the measurements of the unit's gradients. Blocks until they have come."""
-        total, stats = self._totals[unit], self._measures(unit)
-        landing = self._landing(total)
+        stats, landing = self._measures(unit), self._landing(unit)
         for part in [part for part, measured in stats.items() if measured is None]:
-            stats[part] = landing.measure(total, part)
+            stats[part] = landing.measure(unit, part)
         for part, measured in reversed(tuple(stats.items())):  # after the last one all are there, so there is one wait
             if isinstance(measured, Coming):
-                stats[part] = landing.settled(total, part, measured.stats(self._counters))
+                stats[part] = landing.settled(unit, part, measured.stats(self._counters))
         return [measured for measured in stats.values() if isinstance(measured, GradStats)]
 
-    def _measures(self, unit: int) -> Measures:
-        step = self._totals[unit].step
-        return {} if step is None else step.stats
+    @staticmethod
+    def _measures(unit: Unit) -> Measures:
+        return {} if unit.total.step is None else unit.total.step.stats
 
-    def are_measured(self, unit: int) -> bool:
+    def are_measured(self, unit: Unit) -> bool:
         """Whether the norm is known without reading the unit's gradients again."""
         stats = self._measures(unit).values()
         return all(isinstance(each, GradStats) or (each is not None and not self._parts.shares) for each in stats)
 
-    def sums_sq(self, unit: int) -> list[float]:
+    def sums_sq(self, unit: Unit) -> list[float]:
         """Return the squared norm of each of the unit's gradients, or of this rank's shard of them."""
         return [stats.sum_sq for stats in self._stats(unit)]
 
@@ -264,7 +261,7 @@ class Gradients:
 
     # Reads from outside #
 
-    def held_values(self, unit: int, free: Callable[[int], bool]) -> torch.Tensor:
+    def held_values(self, unit: Unit, free: Callable[[Unit], bool]) -> torch.Tensor:
         """Return the unit's gradients, to read or to change (`remeasure` follows).
 
         Args:
@@ -274,13 +271,12 @@ class Gradients:
             InfinityError: an update has them, or they are not reduced over the ranks yet.
         """
         self.check_reduced()
-        total = self._totals[unit]
         for held, part in list(self._sums.sums):
-            if held is total.row.grads:
-                while self.try_add(self._sum_of(held, part)) is None:  # in case of an error it stays on the device
+            if held is unit.grads:
+                while self.try_add(self._sum_of(unit, part)) is None:  # in case of an error it stays on the device
                     self._have_freed(unit, free)
                 del self._sums.sums[held, part]
-        while (buffer := self._landing(total).store.open(total.row.grads)) is None:
+        while (buffer := self._landing(unit).store.open(unit.grads)) is None:
             self._have_freed(unit, free)
         return buffer
 
@@ -288,7 +284,7 @@ class Gradients:
         """Whether some rank has gradients that are not reduced over the ranks yet. All ranks call this together."""
         return self.source.groups.all.any(self.source.waits)
 
-    def collected_values(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
+    def collected_values(self, unit: Unit, slot: int, *, of_all: bool) -> torch.Tensor | None:
         """Return a copy of a gradient that is not reduced yet: see `Reduction.look`.
 
         Raises:
@@ -299,7 +295,7 @@ class Gradients:
         return self.source.look(unit, slot, of_all=of_all)
 
     @staticmethod
-    def _have_freed(unit: int, free: Callable[[int], bool]) -> None:
+    def _have_freed(unit: Unit, free: Callable[[Unit], bool]) -> None:
         if not free(unit):
             raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
 
@@ -315,42 +311,36 @@ class Gradients:
                 "and with communication.shard_size: look at them after that, before step()"
             )
 
-    def remeasure(self, unit: int) -> None:
+    def remeasure(self, unit: Unit) -> None:
         """Measure the unit's gradients, which are in memory, again after a change from outside."""
-        total, stats = self._totals[unit], self._measures(unit)
+        stats, landing = self._measures(unit), self._landing(unit)
         for part in stats:
-            stats[part] = self._landing(total).measure(total, part)
+            stats[part] = landing.measure(unit, part)
 
     # Room #
 
-    def rest(self, unit: int) -> None:
+    def rest(self, unit: Unit) -> None:
         """Note that the unit's gradients do not change for a while."""
-        total = self._totals[unit]
-        self._landing(total).store.rest(total.row.grads)
+        self._landing(unit).store.rest(unit.grads)
 
-    def all_lack_room(self, unit: int) -> bool:
+    def all_lack_room(self, unit: Unit) -> bool:
         """Whether all ranks that share the unit's gradients have no capacity left for them."""
-        total = self._totals[unit]
-        return self.alone or self._landing(total).store.lacks_capacity(total.row.grads)
+        return self.alone or self._landing(unit).store.lacks_capacity(unit.grads)
 
     # Ends #
-
-    def forget(self, unit: int) -> None:
-        """Start a new sum at the unit's next gradient: the present ones belong to an update."""
-        self._totals[unit].step = None
 
     def held(self) -> bool:
         """Whether there are gradients without an update."""
         return self.source.waits or bool(self.units_with_gradients())
 
-    def drop_slots(self, slots: Mapping[int, Collection[int]]) -> None:
+    def drop_slots(self, slots: Mapping[Unit, Collection[int]]) -> None:
         """Drop the gradients of these parameters, given as slots by unit.
 
         Raises:
             InfinityError: others would stay, but the reduced gradients of a unit are one sum.
         """
         if self.source.groups.all.size > 1:
-            here = {total.unit.index: set(total.step.present) for total in self._totals if total.step is not None}
+            here = {unit: set(unit.total.step.present) for unit in self._units if unit.total.step is not None}
             for unit, waiting in self.source.slots_that_wait():
                 here.setdefault(unit, set()).update(waiting)
             if any(some - set(slots.get(unit, ())) for unit, some in here.items()):
@@ -361,25 +351,25 @@ class Gradients:
             self.drop_all()
             return
         for unit in slots:
-            total = self._totals[unit]
-            if total.step is None:
+            step = unit.total.step
+            if step is None:
                 continue
             for slot in slots[unit]:
-                total.step.present.discard(slot)
-                total.step.stats.pop(slot, None)
-                self._sums.sums.pop((total.row.grads, slot), None)
-            if not total.step.present:
-                self._drop(total)
+                step.present.discard(slot)
+                step.stats.pop(slot, None)
+                self._sums.sums.pop((unit.grads, slot), None)
+            if not step.present:
+                self._drop(unit)
 
     def drop_all(self) -> None:
         self.source.clear()
         self._sums.sums.clear()
-        for total in self._totals:
-            if total.step is not None:
-                self._drop(total)
+        for unit in self._units:
+            if unit.total.step is not None:
+                self._drop(unit)
 
-    def _drop(self, total: UnitTotal) -> None:
-        store = self._landing(total).store
-        if store.holds(total.row.grads):
-            store.drop(total.row.grads)
-        total.step = None
+    def _drop(self, unit: Unit) -> None:
+        store = self._landing(unit).store
+        if store.holds(unit.grads):
+            store.drop(unit.grads)
+        unit.total.step = None

@@ -189,8 +189,8 @@ class Guards:
 
     def _make_whole(self, places: list[Place]) -> None:
         """Gather parameters that stay in memory, because other ranks have updated parts of them."""
-        for unit in by_unit(places):
-            with self._runtime.executor.gathered(unit):
+        for group in by_unit(places).values():
+            with self._runtime.executor.gathered(self._runtime.row(group[0].unit)):
                 pass
 
     # load_state_dict #

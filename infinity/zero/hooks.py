@@ -50,6 +50,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -64,43 +65,48 @@ from infinity.zero.one_thread import OneThread
 from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import HookPoint, Partition, UnitLayout
 from infinity.zero.reads import ParameterReads, Used
+from infinity.zero.unit import Unit
 
 
 class Listener(Protocol):
     """The receiver of the hooks' events."""
 
-    def enter(self, units: tuple[int, ...]) -> None:
+    def enter(self, units: tuple[Unit, ...]) -> None:
         """Called before a use of the units; returns when their values are in place."""
 
-    def backward_enter(self, units: tuple[int, ...]) -> None:
+    def backward_enter(self, units: tuple[Unit, ...]) -> None:
         """As `enter`, for the backward of a call; with no units at the start of a backward pass."""
 
-    def leave(self, units: tuple[int, ...], *, ends_forward: bool = False) -> None:
+    def leave(self, units: tuple[Unit, ...], *, ends_forward: bool = False) -> None:
         """Called at the end of a use after `enter` or `backward_enter`, unless that raised.
 
         Args:
             ends_forward: it is the end of a forward call that no watched module has made.
         """
 
-    def backward_left(self, units: tuple[int, ...]) -> None:
+    def backward_left(self, units: tuple[Unit, ...]) -> None:
         """Called when backward has left one call of the module with these units, after `leave`."""
 
-    def in_parts(self, unit: int, slot: int, *, again: bool) -> None:
+    def in_parts(self, unit: Unit, slot: int, *, again: bool) -> None:
         """Called before `gradient_ready` if more gradients of the unit may come before backward ends.
 
         Args:
             again: this parameter has had a gradient in this backward pass.
         """
 
-    def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
         """Called when `param.grad` holds this backward pass's gradient."""
 
 
-@dataclass(slots=True)
+_UNIT = attrgetter("unit")  # a comprehension would be one more call for each event of a unit
+
+
+@dataclass(slots=True, eq=False)
 class _UnitUses:
     """The uses of one unit in the running training passes.
 
     Attributes:
+        unit: its row.
         followed: backward enters and leaves it.
         awaited: number of its gradients in a backward pass.
         arrived: number of gradients that have come in the running backward pass.
@@ -109,6 +115,7 @@ class _UnitUses:
         had: the parameters that have had a gradient in the running backward pass.
     """
 
+    unit: Unit
     followed: bool
     awaited: int
     arrived: int = 0
@@ -125,6 +132,7 @@ class Hooks:
     """All hooks of one engine; `remove` removes them.
 
     Args:
+        units: the rows of all units.
         lent: identities of parameters that lie outside of their units for now.
         alone: no other rank must see the same events in the same order.
 
@@ -133,7 +141,14 @@ class Hooks:
     """
 
     def __init__(
-        self, model: nn.Module, partition: Partition, listener: Listener, lent: Container[int], *, alone: bool
+        self,
+        model: nn.Module,
+        partition: Partition,
+        units: Sequence[Unit],
+        listener: Listener,
+        lent: Container[int],
+        *,
+        alone: bool,
     ) -> None:
         self._model = model
         self.thread = OneThread()
@@ -143,8 +158,8 @@ class Hooks:
         moving = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
         self._units = [
             # Backward needs no values of a unit without elements; bringing it would fill memory with padding.
-            _UnitUses(unit.index in moving and _has_elements(unit), unit.trained)
-            for unit in partition.units
+            _UnitUses(unit, layout.index in moving and _has_elements(layout), layout.trained)
+            for unit, layout in zip(units, partition.units, strict=True)
         ]
         self._calls: list[_Call] = []
         self._of_thread = _OfThread()
@@ -153,16 +168,16 @@ class Hooks:
         self._trained: list[tuple[nn.Parameter, int]] = []  # and the key of its hook
         self._counting = False
         self._outermost: int | None = None  # autograd's number of the running backward pass
-        unit_of: dict[int, int] = {}
+        uses_of: dict[int, _UnitUses] = {}
         self._names: dict[int, str] = {}
-        for unit in partition.units:
-            for index, slot in enumerate(unit.slots):
+        for each, layout in zip(self._units, partition.units, strict=True):
+            for index, slot in enumerate(layout.slots):
                 param = model.get_parameter(slot.name)
-                unit_of[id(param)] = unit.index
+                uses_of[id(param)] = each
                 self._names[id(param)] = slot.name
                 if slot.trainable:
-                    self._watch_parameter(param, unit.index, index)
-        self._reads = ParameterReads(unit_of, lent, self)
+                    self._watch_parameter(param, each, index)
+        self._reads = ParameterReads(uses_of, lent, self)
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
         for module, widened in normalisations(model):  # after `enter`, which brings the values
@@ -187,9 +202,9 @@ class Hooks:
         finally:
             self._counting = False
 
-    def in_parts(self) -> frozenset[int]:
+    def in_parts(self) -> frozenset[Unit]:
         """Return units whose gradients may come in several parts in the coming backward pass."""
-        return frozenset(unit for unit, each in enumerate(self._units) if each.repeats and each.calls > 1)
+        return frozenset(each.unit for each in self._units if each.repeats and each.calls > 1)
 
     @property
     def in_forward(self) -> bool:
@@ -216,12 +231,9 @@ class Hooks:
         running = self._running
         while running:
             call = running.pop()
-            self._release(call)
-            self._listener.leave(tuple(call.units), ends_forward=not running)
-
-    def _release(self, call: _Call) -> None:
-        if call.claims:
-            self.thread.release()
+            if call.claims:
+                self.thread.release()
+            self._listener.leave(tuple(map(_UNIT, call.units)), ends_forward=not running)
 
     def remove(self) -> None:
         """Remove all hooks, and the reference to the listener, which refers to this object."""
@@ -236,20 +248,22 @@ class Hooks:
     # Forward #
 
     def _watch_module(self, module: nn.Module, point: HookPoint) -> None:
-        followed = [unit for unit in point.units if self._units[unit].followed]
+        uses = [self._units[unit] for unit in point.units]
+        rows, followed = tuple(map(_UNIT, uses)), [each for each in uses if each.followed]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # Before the call opens: asking for the node of a view that was changed in place makes autograd create it.
             inputs = list(_recorded((args, kwargs))) if point.moving and torch.is_grad_enabled() else []
-            call = _Call(module, point.units, followed, self._begun)
+            call = _Call(module, uses, followed, self._begun)
             call.claims = self.thread.claim()
             try:
-                self._listener.enter(point.units)
+                self._listener.enter(rows)
             except BaseException:
-                self._release(call)
+                if call.claims:
+                    self.thread.release()
                 raise
             if self._counting:
-                self._count(point.units)
+                self._count(uses)
             else:
                 self._note_pass()  # a hook may be about to run a backward pass within this one
             call.watches = self._reads.begin()
@@ -263,10 +277,11 @@ class Hooks:
             if not running or running[-1].module is not module or running[-1].thread != threading.get_ident():
                 return  # an exception came before `before`
             call = running.pop()
-            self._release(call)
+            if call.claims:
+                self.thread.release()
             if call.watches:
                 self._reads.end()
-            self._listener.leave(tuple(call.units), ends_forward=not running)
+            self._listener.leave(tuple(map(_UNIT, call.units)), ends_forward=not running)
             if not torch.is_grad_enabled():
                 return
             if call.followed:
@@ -288,74 +303,72 @@ class Hooks:
         self._listener.backward_enter(())
         self._note_pass()
 
-    def _note_pass(self) -> int:
-        """Return autograd's number of the running pass, -1 for none. Inner passes have the higher numbers."""
+    def _note_pass(self) -> None:
+        """Note autograd's number of the running pass, if one runs. Inner passes have the higher numbers."""
         running = torch._C._current_graph_task_id()
         if running >= 0 and (self._outermost is None or running < self._outermost):
             self._outermost = running
-        return running
 
-    def use(self, units: tuple[int, ...]) -> Used | None:
+    def use(self, units: Sequence[_UnitUses]) -> Used | None:
         """Enter units whose parameters a torch function is about to read; see [Note: uses that no output shows]."""
         running = self._running
         if not running:
             return None  # an interrupt came before the call was noted, see `abandon`
         call = running[-1]
-        for unit in units:
-            if unit not in call.units:
-                self._listener.enter((unit,))
-                call.units.append(unit)
+        for each in units:
+            if each not in call.units:
+                self._listener.enter((each.unit,))
+                call.units.append(each)
                 if self._counting:
-                    self._count((unit,))
-                if self._units[unit].followed:
-                    call.followed.append(unit)
+                    self._count((each,))
+                if each.followed:
+                    call.followed.append(each)
         return call.begin_with if call.followed and torch.is_grad_enabled() else None
 
-    def check_change(self, param: int, unit: int) -> None:
+    def check_change(self, param: int, unit: _UnitUses) -> None:
         """Refuse a change by the model's forward that would be lost, see [Note: parameters that forward changes]."""
-        if self._units[unit].followed:
+        if unit.followed:
             raise InfinityError(
                 f"the forward pass changes `{self._names[param]}` in place, which would be lost when its unit leaves "
                 "memory: change it between two steps in zero.GatheredParameters, or have parameters stay in memory "
                 "(zero_optimization.stage 2)"
             )
 
-    def _count(self, units: tuple[int, ...]) -> None:
+    @staticmethod
+    def _count(units: Sequence[_UnitUses]) -> None:
         """Count a call of a module with these units in a training forward pass, see [Note: gradients in parts]."""
         repeats = not torch.is_grad_enabled()
         if repeats and (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
             return  # no backward follows
-        for unit in units:
-            each = self._units[unit]
+        for each in units:
             each.calls += 1
             each.repeats |= repeats
 
     # Backward #
 
-    def _watch_parameter(self, param: nn.Parameter, unit: int, slot: int) -> None:
-        each = self._units[unit]
-
+    def _watch_parameter(self, param: nn.Parameter, each: _UnitUses, slot: int) -> None:
         def ready(param: torch.Tensor) -> None:
             if param.grad is None:
                 return  # a user's hook has taken it: for torch the parameter has no gradient in this pass
-            self._look_for_parts(unit, slot)
-            self._listener.gradient_ready(unit, slot, param)  # type: ignore[arg-type]
+            self._look_for_parts(each, slot)
+            self._listener.gradient_ready(each.unit, slot, param)  # type: ignore[arg-type]
             each.arrived += 1
             if self._alone and each.followed and each.is_complete:
-                self._begun.end(lambda call: unit in call.followed and self._is_through(call))
+                self._begun.end(lambda call: each in call.followed and call.is_through)
 
         handle = param.register_post_accumulate_grad_hook(ready)
         self._handles.append(handle)
         self._trained.append((param, handle.id))
 
-    def _look_for_parts(self, unit: int, slot: int) -> None:
+    def _look_for_parts(self, each: _UnitUses, slot: int) -> None:
         """Report a gradient that may not be the last one of its unit, see [Note: gradients in parts]."""
-        running = self._note_pass()
-        each = self._units[unit]
+        running = torch._C._current_graph_task_id()
+        if running != self._outermost:
+            self._note_pass()
         again = slot in each.had
         each.had.add(slot)
         if again or (running != self._outermost and not (each.repeats and each.calls == 1)):
-            self._listener.in_parts(unit, slot, again=again)
+            self._listener.in_parts(each.unit, slot, again=again)
 
     def _let_users_hooks_come_first(self) -> None:
         """Move our hooks behind newer hooks on `param.grad`, so that these can see and change it first.
@@ -368,9 +381,6 @@ class Hooks:
             if len(table) > 1 and next(reversed(table)) != key:
                 table[key] = table.pop(key)
 
-    def _is_through(self, call: _Call) -> bool:
-        return not call.has_inputs and all(self._units[unit].is_complete for unit in call.followed)
-
 
 def _has_elements(unit: UnitLayout) -> bool:
     return any(slot.numel for slot in unit.slots)
@@ -379,15 +389,15 @@ def _has_elements(unit: UnitLayout) -> bool:
 class _Nobody:
     """The listener after `remove`."""
 
-    def enter(self, units: tuple[int, ...], **_: bool) -> None:
+    def enter(self, units: tuple[Unit, ...], **_: bool) -> None:
         """Do nothing."""
 
     backward_enter = leave = backward_left = enter
 
-    def in_parts(self, unit: int, slot: int, *, again: bool) -> None:
+    def in_parts(self, unit: Unit, slot: int, *, again: bool) -> None:
         """Do nothing."""
 
-    def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
         """Do nothing."""
 
 
@@ -433,17 +443,24 @@ class _Call:
         claims: the call's thread holds the model until the call ends.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[int], followed: Sequence[int], begun: _Begun) -> None:
+    def __init__(
+        self, module: nn.Module, units: Sequence[_UnitUses], followed: Sequence[_UnitUses], begun: _Begun
+    ) -> None:
         self.module = module
         self.units = list(units)
         self.followed = list(followed)
-        self.entered: tuple[int, ...] = ()
+        self.entered: tuple[Unit, ...] = ()
         self.first_node = torch._C._autograd._get_sequence_nr()
         self.has_inputs = False
         self.watches = False
         self.thread = threading.get_ident()
         self.claims = False
         self._begun = begun
+
+    @property
+    def is_through(self) -> bool:
+        """Whether nothing older follows in autograd, and all gradients of its units have come."""
+        return not self.has_inputs and all(each.is_complete for each in self.followed)
 
     def begin_with(self, result: Any, given: Any) -> None:
         """Begin the call's backward at the first gradient of a tensor in the result of a function with these arguments.
@@ -482,7 +499,7 @@ class _Begun:
         self.end_newer(node)  # first: two successive calls must not both be in memory
         if call in self._pass_of:
             return
-        call.entered = tuple(call.followed)
+        call.entered = tuple(map(_UNIT, call.followed))
         self.listener.backward_enter(call.entered)
         running = torch._C._current_graph_task_id()
         if running not in self._pass_of.values():

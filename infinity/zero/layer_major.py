@@ -32,6 +32,7 @@ from infinity.zero.cuts import Cuts
 from infinity.zero.hooks import watch_blocks
 from infinity.zero.partition import Partition
 from infinity.zero.rounds import Rounds
+from infinity.zero.unit import Unit
 
 Forward = Callable[[], torch.Tensor]
 INSTEAD = 'set tiering.accumulation to "micro_batch"'
@@ -49,7 +50,7 @@ class Listener(Protocol):
     def go_on(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """Continue autograd's backward from these tensors."""
 
-    def complete(self, units: Sequence[int]) -> None:
+    def complete(self, units: Sequence[Unit]) -> None:
         """Called when backward has left all modules that used these units."""
 
 
@@ -88,7 +89,7 @@ class LayerMajor:
             self._pass.close()
             self._pass = None
 
-    def entered(self, units: Sequence[int]) -> None:
+    def entered(self, units: Sequence[Unit]) -> None:
         """Note the first use of the units in this pass."""
         if self._pass is not None and this_thread.coroutine is not None:
             self._pass.uses(units)
@@ -147,7 +148,7 @@ class _MicroBatch:
             self.cuts.complete()
 
 
-class _Pass(Rounds[_MicroBatch]):
+class _Pass(Rounds[_MicroBatch, Unit]):
     """The forward and backward of one step's micro-batches."""
 
     def __init__(
@@ -213,7 +214,7 @@ class _Pass(Rounds[_MicroBatch]):
         if tensors:
             self._listener.go_on(micro_batch.index, tensors, grads)
 
-    def _complete(self, units: Sequence[int]) -> None:
+    def _complete(self, units: Sequence[Unit]) -> None:
         self._listener.complete(units)
 
     def _check(self, micro_batch: _MicroBatch, loss: torch.Tensor) -> None:

@@ -20,8 +20,8 @@ from infinity.errors import InfinityError, NonFiniteError, UnscaledLossError
 from infinity.optim.loss_scale import LossScale
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Norms
-from infinity.zero.landing import Coming
 from infinity.zero.ranks import Ranks
+from infinity.zero.unit import Coming
 
 
 class _Scale(NamedTuple):

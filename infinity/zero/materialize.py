@@ -39,10 +39,10 @@ def materialize(runtime: Runtime, values: InitialValues, *, rounds: bool) -> Non
         if unit.runs:
             _fetch_from_files(runtime, unit)
         elif all(slot.name in alike for slot in unit.slots):
-            with runtime.executor.created(unit.index) as flat:
+            with runtime.executor.created(runtime.row(unit)) as flat:
                 fill(unit, flat, values.read_slice)
         else:
-            with runtime.executor.created(unit.index) as flat:
+            with runtime.executor.created(runtime.row(unit)) as flat:
                 initial = _from_rank_0(values, unit, runtime.ranks)
                 fill(unit, flat, partial(_slice_of, initial))
             frozen = [slot.name for slot in unit.slots if not slot.trainable]
@@ -60,7 +60,7 @@ def materialize_zeros(runtime: Runtime) -> None:
         if unit.runs:
             _fetch_from_files(runtime, unit)
             continue
-        with runtime.executor.created(unit.index) as flat:
+        with runtime.executor.created(runtime.row(unit)) as flat:
             _fill_unit(runtime.pipeline, runtime.layout, runtime.partition, unit, flat, zeros, rounds=False)
 
 
@@ -89,9 +89,9 @@ def rebuild(old: Runtime, model: nn.Module, groups: Mapping[str, int], config: C
 def _fetch_from_files(runtime: Runtime, unit: UnitLayout) -> None:
     """A unit that is in files already, of which there may be room for a copy nearer by."""
     if runtime.row(unit).params.is_stored():
-        runtime.executor.refresh(unit.index)
+        runtime.executor.refresh(runtime.row(unit))
         return
-    with runtime.executor.created(unit.index):
+    with runtime.executor.created(runtime.row(unit)):
         runtime.row(unit).params.copy_in()
 
 
@@ -154,7 +154,7 @@ def stored_values(runtime: Runtime, unit: UnitLayout) -> dict[str, torch.Tensor]
         slot.name: torch.empty(slot.numel, dtype=torch.float32 if slot.trainable else layout.param_dtype, device="cpu")
         for slot in unit.slots
     }
-    with runtime.executor.resident(unit.index) as flat:
+    with runtime.executor.resident(runtime.row(unit)) as flat:
         for part in partition.parts(unit):
             if not part.slot.trainable:
                 values[part.slot.name][part.param] = flat[part.shard]

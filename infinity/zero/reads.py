@@ -9,8 +9,8 @@ functions that change a parameter, directly or through `param.data` and `param.d
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -28,21 +28,24 @@ _RENORMING = {"embedding": 1, "embedding_bag": 1}  # with `max_norm`, they chang
 Used = Callable[[Any, Any], None]  # (result, arguments)
 
 
-class Reader(Protocol):
+UnitT = TypeVar("UnitT", contravariant=True)  # what the reader has of a unit
+
+
+class Reader(Protocol[UnitT]):
     """The receiver of `ParameterReads`."""
 
-    def use(self, units: tuple[int, ...]) -> Used | None:
+    def use(self, units: Sequence[UnitT]) -> Used | None:
         """Called before a torch function gets parameters of these units, or views of them.
 
         Returns:
             A function to call with the result and the arguments; None for none.
         """
 
-    def check_change(self, param: int, unit: int) -> None:
+    def check_change(self, param: int, unit: UnitT) -> None:
         """Called before a torch function changes this parameter, given by its identity, in place."""
 
 
-class ParameterReads(TorchFunctionMode):
+class ParameterReads(TorchFunctionMode, Generic[UnitT]):
     """While active, reports torch functions that use parameters.
 
     Activated by `begin` and `end`, not by `with`: backward may recompute a forward in another thread, and each thread
@@ -55,7 +58,7 @@ class ParameterReads(TorchFunctionMode):
             collection.
     """
 
-    def __init__(self, unit_of: Mapping[int, int], lent: Container[int], reader: Reader) -> None:
+    def __init__(self, unit_of: Mapping[int, UnitT], lent: Container[int], reader: Reader[UnitT]) -> None:
         super().__init__()
         self._unit_of = unit_of
         self._lent = lent
@@ -94,7 +97,7 @@ class ParameterReads(TorchFunctionMode):
         if kwargs or name.endswith("_"):
             for value in _changed_by(name, args, kwargs):
                 self._check_change(value)
-        units: dict[int, None] = {}
+        units: dict[UnitT, None] = {}
         self._collect(args, units)
         if kwargs:
             self._collect(kwargs.values(), units)
@@ -127,7 +130,7 @@ class ParameterReads(TorchFunctionMode):
         own = tensor if tensor._base is None else tensor._base
         return id(own) if id(own) in self._unit_of else self._shares.get(own)
 
-    def _collect(self, values: Iterable[Any], units: dict[int, None]) -> None:
+    def _collect(self, values: Iterable[Any], units: dict[UnitT, None]) -> None:
         """Collect the units of the parameters among the values; layers with many weights pass lists."""
         for value in values:
             if isinstance(value, torch.Tensor):

@@ -36,8 +36,7 @@ from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.partition import UnitLayout
 from infinity.zero.ranks import Pending
 from infinity.zero.reduction_order import ReductionOrder
-
-WHOLE = -1  # the only part of a unit whose gradients are reduced together
+from infinity.zero.unit import WHOLE, Unit
 
 
 class Addend(NamedTuple):
@@ -50,7 +49,7 @@ class Addend(NamedTuple):
         of_pass: slots with a gradient of the running backward pass.
     """
 
-    unit: int
+    unit: Unit
     part: int
     start: int
     stop: int
@@ -75,19 +74,19 @@ class Direct:
     tells_late = False
     waits = False
 
-    def __init__(self, units: Sequence[UnitLayout], parts: ModelParts) -> None:
+    def __init__(self, units: Sequence[Unit], parts: ModelParts) -> None:
         self._parts = parts
         self.shares = bool(parts.shares)
-        self.gaps: Sequence[Sequence[tuple[int, int]]] = [gaps(unit) for unit in units]
+        self.gaps: Sequence[Sequence[tuple[int, int]]] = [gaps(unit.layout) for unit in units]
 
-    def take(self, unit: UnitLayout, slot: int, grad: torch.Tensor) -> Addend | None:
-        place, here = unit.slots[slot], (slot,)
-        return Addend(unit.index, slot, place.offset, place.offset + place.numel, grad.contiguous(), here, here)
+    def take(self, unit: Unit, slot: int, grad: torch.Tensor) -> Addend | None:
+        place, here = unit.layout.slots[slot], (slot,)
+        return Addend(unit, slot, place.offset, place.offset + place.numel, grad.contiguous(), here, here)
 
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
         """Do nothing: all passes are alike."""
 
-    def leave(self, *_: int) -> Iterator[Any]:
+    def leave(self, *_: Unit) -> Iterator[Any]:
         """Yield nothing: no gradient waits for other ranks, and each addend names its slots."""
         return iter(())
 
@@ -100,7 +99,7 @@ class Direct:
     def clear(self) -> None:
         """Do nothing: no gradients are collected."""
 
-    def look(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
+    def look(self, unit: Unit, slot: int, *, of_all: bool) -> torch.Tensor | None:
         return None
 
     def measured(self, unit: UnitLayout, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
@@ -143,7 +142,7 @@ class _Reduction(NamedTuple):
         stays: this pass adds it to `partial` and no further.
     """
 
-    unit: int
+    of: _ReducedUnit
     whole: Loan | None
     shard: Loan
     present: torch.Tensor | None
@@ -157,6 +156,7 @@ class _ReducedUnit:
     """One unit, and this rank's gradients of it.
 
     Attributes:
+        unit: its layout.
         first: number of its first slot among those of all units.
         trainable: the number of its parameters that have gradients.
         shared: several modules use it.
@@ -166,6 +166,7 @@ class _ReducedUnit:
         left: how many of these calls the pass has left.
     """
 
+    row: Unit
     unit: UnitLayout
     first: int
     trainable: int
@@ -213,7 +214,7 @@ class Reduction:
 
     def __init__(
         self,
-        units: Sequence[UnitLayout],
+        units: Sequence[Unit],
         groups: Groups,
         journey: Journey,
         shared: Container[int],
@@ -227,9 +228,9 @@ class Reduction:
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [()] * len(units)
         self._units: list[_ReducedUnit] = []
         self._slots = 0  # of all units
-        for index, unit in enumerate(units):
-            partial = None if partial_sums is None else partial_sums.get(index)
-            self._units.append(_ReducedUnit(unit, self._slots, unit.trained, index in shared, partial))
+        for row in units:
+            unit, partial = row.layout, None if partial_sums is None else partial_sums.get(row.index)
+            self._units.append(_ReducedUnit(row, unit, self._slots, unit.trained, row.index in shared, partial))
             self._slots += len(unit.slots)
         self._journey = journey
         self._device = device
@@ -242,7 +243,7 @@ class Reduction:
         self._averaging: _Reduction | None = None
         self._present = self._no_flags()
         self._used: set[int] = set()  # units with a gradient on some rank
-        alone = (index for index, unit in enumerate(units) if unit.trainable_numel and index not in shared)
+        alone = (row.index for row in units if row.layout.trainable_numel and row.index not in shared)
         self._order = ReductionOrder(reversed(list(alone)))
         self._knows_order = False
 
@@ -256,11 +257,11 @@ class Reduction:
         """Whether any gradients are not reduced over all ranks yet."""
         return any(each.collected is not None or each.held is not None for each in self._units)
 
-    def slots_that_wait(self) -> Iterator[tuple[int, set[int]]]:
+    def slots_that_wait(self) -> Iterator[tuple[Unit, set[int]]]:
         """Yield the slots with gradients that are not reduced yet, by unit."""
-        for unit, each in enumerate(self._units):
+        for each in self._units:
             if each.slots:
-                yield unit, each.slots
+                yield each.row, each.slots
 
     def _no_flags(self) -> torch.Tensor:
         """Return a byte for each slot: this rank has reduced a gradient in this pass; after the exchange, some rank."""
@@ -268,7 +269,7 @@ class Reduction:
 
     # Collecting #
 
-    def take(self, unit: UnitLayout, slot: int, grad: torch.Tensor) -> Addend | None:
+    def take(self, unit: Unit, slot: int, grad: torch.Tensor) -> Addend | None:
         """Collect a parameter's gradient. Return the gradients that are to be added at once."""
         each = self._units[unit.index]
         if self._journey.tells_early and unit.index in self._order.skipped:
@@ -331,13 +332,13 @@ class Reduction:
         # Other ranks may never answer; a collective that still writes keeps its memory.
         self._scattering = self._averaging = None
 
-    def look(self, unit: int, slot: int, *, of_all: bool) -> torch.Tensor | None:
+    def look(self, unit: Unit, slot: int, *, of_all: bool) -> torch.Tensor | None:
         """Return a copy, flat and in float32, of a parameter's collected gradient; None if there is none.
 
         Args:
             of_all: return its sum over the ranks, which all call this; if False, this rank's gradient.
         """
-        each = self._units[unit]
+        each = self._units[unit.index]
         place, collected, partial = each.unit.slots[slot], each.collected, each.held
         mine = None
         if collected is not None and slot in collected.slots:
@@ -358,19 +359,19 @@ class Reduction:
 
     # Reducing #
 
-    def leave(self, unit: int) -> Iterator[Addend]:
+    def leave(self, unit: Unit) -> Iterator[Addend]:
         """Note that backward has left a module of the unit. Yield earlier reductions, and reduce the unit while
         backward goes on."""
-        each = self._units[unit]
+        each = self._units[unit.index]
         each.left += 1
         if self._reduces and not each.shared and each.has_all:
-            for due in self._order.leave(unit):
+            for due in self._order.leave(unit.index):
                 yield from self._reduce(due)
 
-    def complete(self, unit: int) -> Iterator[Addend]:
+    def complete(self, unit: Unit) -> Iterator[Addend]:
         """Reduce the unit at once after all micro-batches have left it: one round later it might be evicted."""
-        self._order.complete(unit)
-        yield from self._reduce(unit)
+        self._order.complete(unit.index)
+        yield from self._reduce(unit.index)
         yield from self._finish()
 
     def forward_order(self) -> Sequence[int]:
@@ -395,7 +396,7 @@ class Reduction:
             if not order_suits:
                 self._learn_order(self._order.left)
             if self._last:  # in other passes, some units send no flags
-                self._order.note_used(self._used | {unit for unit, _ in self.told()})
+                self._order.note_used(self._used | {unit.index for unit, _ in self.told()})
         for each in self._units:
             if each.collected is not None:
                 each.collected.of_pass.clear()
@@ -437,15 +438,15 @@ class Reduction:
         """Whether the unit's gradients of this pass wait for the last one."""
         return not self._last and each.partial is not None
 
-    def told(self) -> Iterator[tuple[int, list[int]]]:
+    def told(self) -> Iterator[tuple[Unit, list[int]]]:
         """Yield slots with a gradient on some rank in the finished pass, by unit, if addends have not named them."""
         if not (self._reduces and self.tells_late):
             return
-        for unit, each in enumerate(self._units):
+        for each in self._units:
             flags = self._present[each.first : each.first + len(each.unit.slots)]
             slots = [int(slot) for slot in flags.nonzero()]
             if slots:
-                yield unit, slots
+                yield each.row, slots
 
     def _reduce(self, index: int) -> Iterator[Addend]:
         """Start to reduce a unit, after the one before it is added."""
@@ -478,9 +479,9 @@ class Reduction:
         # After the sums: these detect ranks that are not at the same unit.
         present, flags = (None, ()) if stays else self._tell(each, slots, collected.of_pass)
         if own is None:
-            self._averaging = _Reduction(index, None, whole, present, (*flags, sums))
+            self._averaging = _Reduction(each, None, whole, present, (*flags, sums))
         else:
-            self._scattering = _Reduction(index, whole, own, present, (*flags, sums), partial, stays)
+            self._scattering = _Reduction(each, whole, own, present, (*flags, sums), partial, stays)
 
     def _tell(
         self, each: _ReducedUnit, slots: set[int], of_pass: set[int]
@@ -516,7 +517,7 @@ class Reduction:
             else:
                 if scattered.partial is not None:
                     scattered.partial.add_to(scattered.shard.tensor)
-                name = self._units[scattered.unit].unit.name
+                name = scattered.of.unit.name
                 sums = self.groups.replicas.all_reduce(scattered.shard.tensor, name)
                 self._averaging = scattered._replace(pending=(sums,))
         if complete is not None:
@@ -535,10 +536,10 @@ class Reduction:
         if reduction.present is not None:
             here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
         if here:
-            self._used.add(reduction.unit)
+            self._used.add(reduction.of.row.index)
         if here or reduction.present is None:
             shard = reduction.shard.tensor
-            yield Addend(reduction.unit, WHOLE, 0, shard.numel(), shard, here, of_pass)
+            yield Addend(reduction.of.row, WHOLE, 0, shard.numel(), shard, here, of_pass)
         self._scratch.give(reduction.shard)
 
     def measured(self, unit: UnitLayout, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:

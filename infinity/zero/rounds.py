@@ -22,9 +22,10 @@ class Paused(Protocol):
 
 
 PausedT = TypeVar("PausedT", bound=Paused)
+UnitT = TypeVar("UnitT")  # a unit, or its number
 
 
-class Rounds(ABC, Generic[PausedT]):
+class Rounds(ABC, Generic[PausedT, UnitT]):
     """Run forward and backward of all micro-batches of a step, see [Note: layer-major micro-batches].
 
     Attributes:
@@ -35,9 +36,9 @@ class Rounds(ABC, Generic[PausedT]):
     def __init__(self) -> None:
         self.running = 0
         self.block_of: dict[int, int] = {}
-        self._first_use: dict[int, int] = {}  # round by unit
+        self._first_use: dict[UnitT, int] = {}  # its round
 
-    def uses(self, units: Sequence[int]) -> None:
+    def uses(self, units: Sequence[UnitT]) -> None:
         """Note a use of the units in the running round of the forward."""
         for unit in units:
             self._first_use.setdefault(unit, self.running)
@@ -78,5 +79,5 @@ class Rounds(ABC, Generic[PausedT]):
         """Run the backward of the piece before the block that it has entered in this round, if it has."""
 
     @abstractmethod
-    def _complete(self, units: Sequence[int]) -> None:
+    def _complete(self, units: Sequence[UnitT]) -> None:
         """Called when backward has left all modules that used these units."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from infinity.errors import InfinityError
 from infinity.zero.model_parts import is_distributed
-from infinity.zero.partition import UnitLayout
+from infinity.zero.unit import Unit
 
 
 class StandIn(torch.Tensor):
@@ -55,7 +55,7 @@ class _Trained:
         has_gradient: the engine has its gradient.
     """
 
-    unit: int
+    unit: Unit
     slot: int
     name: str
     param: nn.Parameter
@@ -73,15 +73,15 @@ class StandIns:
         arrived: slots, by unit, whose gradients have come in this backward pass; filled by the caller.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[UnitLayout]) -> None:
+    def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
         self._params: list[_Trained] = []
         for unit in units:
-            for index, slot in enumerate(unit.slots):
+            for index, slot in enumerate(unit.layout.slots):
                 param = model.get_parameter(slot.name)
                 if slot.trainable and not is_distributed(param):
-                    self._params.append(_Trained(unit.index, index, slot.name, param))
+                    self._params.append(_Trained(unit, index, slot.name, param))
         self._placed = False
-        self.arrived: dict[int, set[int]] = {}
+        self.arrived: dict[Unit, set[int]] = {}
 
     @torch.inference_mode(False)
     def place(self) -> None:
@@ -128,16 +128,16 @@ class StandIns:
                     "alone, and change the loss instead"
                 )
 
-    def dropped(self) -> dict[int, set[int]]:
+    def dropped(self) -> dict[Unit, set[int]]:
         """Return the slots, by unit, whose stand-in was removed by the user."""
-        gone: dict[int, set[int]] = {}
+        gone: dict[Unit, set[int]] = {}
         if self._placed:
             for each in self._params:
                 if each.has_gradient and each.param.grad is None:
                     gone.setdefault(each.unit, set()).add(each.slot)
         return gone
 
-    def forget(self, slots: Mapping[int, Collection[int]]) -> None:
+    def forget(self, slots: Mapping[Unit, Collection[int]]) -> None:
         """Forget the gradients of these slots."""
         for each in self._params:
             if each.slot in slots.get(each.unit, ()):

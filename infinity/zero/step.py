@@ -40,6 +40,7 @@ from infinity.zero.phases import Phase, Phases
 from infinity.zero.reduction import Addend
 from infinity.zero.stand_ins import StandIns
 from infinity.zero.step_counter import StepCounter
+from infinity.zero.unit import Unit
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
 
 _log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class StepKeeper(Protocol):
     def step_over(self) -> None:
         """Called when a step is over; its updates may still be running."""
 
-    def look(self) -> None:
+    def commit_if_computed(self) -> None:
         """Keep the last step, if all of its updates are computed. Cheap to call often."""
 
 
@@ -98,7 +99,7 @@ class Step:
         layer_major: runs micro-batches through the blocks together, if configured.
         keeper: keeps every step on NVMe, if configured.
         at_end: called at the end of each step, if set.
-        all_units: indices of all units.
+        all_units: the rows of all units.
         forward_end: where in the graph the last forward pass ended.
     """
 
@@ -127,7 +128,7 @@ class Step:
             self._ranks.path.check(self._ranks)
         self.gradients = make_gradients(runtime)
         self.updates = Updates(
-            runtime.partition,
+            runtime.partition.sharding,
             runtime.executor,
             runtime.pipeline,
             self.gradients,
@@ -138,7 +139,7 @@ class Step:
         )
         self._filling = filling_of(runtime, config)
         self.activations = open_activations(config, runtime, model)
-        self._stand_ins = StandIns(model, runtime.partition.units)
+        self._stand_ins = StandIns(model, self._executor.units)
         self._compute_lane: ComputeLane | None = None
         if runtime.counters.timeline is not None:
             self._compute_lane = ComputeLane(self, runtime.counters.timeline, runtime.link.mark)
@@ -149,12 +150,13 @@ class Step:
         self.keeper: StepKeeper | None = None
         self.at_end: Callable[[], None] | None = None
         self._only_evaluates = not any(unit.trainable_numel for unit in runtime.partition.units)
-        self.all_units = frozenset(range(len(runtime.partition.units)))
+        self.all_units = frozenset(self._executor.units)
 
     def _watch(self, model: nn.Module) -> Hooks:
         runtime = self._runtime
         lent, alone = runtime.executor.views.lent_params, runtime.ranks.size == 1
-        return Hooks(model, runtime.partition, self._compute_lane or self, lent, alone=alone)
+        listener = self._compute_lane or self
+        return Hooks(model, runtime.partition, self._executor.units, listener, lent, alone=alone)
 
     def compile_blocks(self, model: nn.Module, **how: Any) -> None:
         """Compile the model's blocks in place, or the whole model if it has none, and register the hooks again.
@@ -288,7 +290,7 @@ class Step:
         with self.stopped_by_failures():
             self._executor.drain()
             if self.keeper is not None:
-                self.keeper.look()
+                self.keeper.commit_if_computed()
 
     # Forward #
 
@@ -368,7 +370,7 @@ class Step:
     # Backward #
 
     @contextmanager
-    def backward(self, in_parts: frozenset[int] | None = None) -> Iterator[None]:
+    def backward(self, in_parts: frozenset[Unit] | None = None) -> Iterator[None]:
         """Run autograd's backward inside.
 
         Args:
@@ -396,7 +398,7 @@ class Step:
                 self._phases.go(Phase.IDLE)
             raise
 
-    def open_backward(self, in_parts: frozenset[int] | None = None, direct: _Direct | None = None) -> None:
+    def open_backward(self, in_parts: frozenset[Unit] | None = None, direct: _Direct | None = None) -> None:
         if self.updates.under_way:
             raise InfinityError(
                 'a second backward pass before step(): under tiering.update_schedule "backward" the first has updated '
@@ -625,7 +627,7 @@ class Step:
 
     # Events of the hooks #
 
-    def enter(self, units: tuple[int, ...]) -> None:
+    def enter(self, units: tuple[Unit, ...]) -> None:
         if self.layer_major is not None:
             self.layer_major.entered(units)
         if self._open is None:  # the model was called without the engine
@@ -635,9 +637,9 @@ class Step:
                 self._executor.begin_cycle()
         self._executor.enter(units)
         if self.keeper is not None:
-            self.keeper.look()
+            self.keeper.commit_if_computed()
 
-    def backward_enter(self, units: tuple[int, ...]) -> None:
+    def backward_enter(self, units: tuple[Unit, ...]) -> None:
         if not self._in_backward and not self.hooks.in_forward:  # the model may call autograd.grad in its forward
             self._open_direct()
         self._executor.enter(units)
@@ -646,14 +648,14 @@ class Step:
     def _in_backward(self) -> bool:
         return self._open is not None and self._open.phase is Phase.BACKWARD
 
-    def leave(self, units: tuple[int, ...], *, ends_forward: bool = False) -> None:
+    def leave(self, units: tuple[Unit, ...], *, ends_forward: bool = False) -> None:
         self._executor.leave(units)
         if ends_forward:
             self.forward_end = GraphPosition.now()
             if self._open is None and not self._only_evaluates:
                 self._executor.rest()  # the model was called without the engine
 
-    def backward_left(self, units: tuple[int, ...]) -> None:
+    def backward_left(self, units: tuple[Unit, ...]) -> None:
         if self.layer_major is not None:
             return  # other micro-batches have not left these units yet
         for unit in units:
@@ -665,12 +667,12 @@ class Step:
             if self.updates.add(addend):
                 self._complete(addend.unit)
 
-    def in_parts(self, unit: int, slot: int, *, again: bool) -> None:
+    def in_parts(self, unit: Unit, slot: int, *, again: bool) -> None:
         if again:
             self.updates.check_parts(unit, slot)
         self.updates.in_parts(unit)
 
-    def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
         opened = self._open
         if opened is None or opened.phase is not Phase.BACKWARD:
             if self.hooks.in_forward:
@@ -679,14 +681,14 @@ class Step:
             opened = self._open
         if opened is not None and opened.direct is not None:
             if self.layer_major is not None:
-                raise InfinityError(LAYER_MAJOR)
+                raise InfinityError(USE_TRAIN_BATCH)
             self.losses.share_out(param.grad, opened.direct.number)
         self._stand_ins.arrived.setdefault(unit, set()).add(slot)
         addend = self.gradients.take(unit, slot, param)
         if addend is not None and self.updates.add(addend):
             self._complete(unit)
 
-    def _complete(self, unit: int) -> None:
+    def _complete(self, unit: Unit) -> None:
         """Note that all of the unit's gradients in this backward pass have come."""
         if self.layer_major is not None:
             return  # other micro-batches have not left the unit yet
@@ -723,7 +725,7 @@ class Step:
             self._compute_lane = None  # it refers to this object
 
 
-LAYER_MAJOR = (
+USE_TRAIN_BATCH = (
     'tiering.accumulation is "layer": the micro-batches of a step go through the model together, by '
     'engine.train_batch(micro_batches); or set it to "micro_batch"'
 )

@@ -13,17 +13,25 @@ A unit with a speculative update has no update that is due.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
+import torch
+
+from infinity.kernels import GradStats
 from infinity.optim.jobs import Segment, UpdateTicket
 from infinity.schedule.unit_state import UnitState
-from infinity.tiers import GradStore, Move, Residency, UnitGrads
+from infinity.telemetry import Counters, StallCause
+from infinity.tiers import Field, GradStore, Memory, Move, Residency, Transfer, UnitGrads
 from infinity.tiers.copies import State
 from infinity.tiers.states import UnitStates
-from infinity.tiers.unit_params import UnitParams
+from infinity.tiers.unit_params import FlatSpec, UnitParams
+from infinity.zero.partition import UnitLayout
 from infinity.zero.views import UnitViews
+
+WHOLE = -1  # the only part of a unit whose gradients are reduced together
 
 
 class OldParams(Enum):
@@ -61,20 +69,121 @@ class Foreseen:
     grads_may_leave: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A measurement on its way from the device.
+
+    Attributes:
+        norm: Euclidean norm, float64, in host memory; NaN or infinite if one of the values is.
+    """
+
+    norm: torch.Tensor
+    copy: Transfer
+
+    def stats(self, counters: Counters) -> GradStats:
+        with counters.stalled(StallCause.HOST_LINK):
+            self.copy.result()
+        norm = self.norm.item()
+        return GradStats(norm * norm, math.isfinite(norm))
+
+
+Measures: TypeAlias = dict[int, GradStats | Coming | None]  # by part of a unit; None if not measured yet
+
+
+@dataclass(slots=True)
+class StepTotal:
+    """A unit's gradients of this step so far: parameters that have one, and the measurements."""
+
+    present: set[int] = field(default_factory=set)
+    stats: Measures = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class UnitTotal:
+    """The gradients of a unit so far.
+
+    Attributes:
+        first: number of the unit's first part among the parts of all units.
+        trained: the number of its trained parameters.
+        of_pass: parameters whose gradient has come in the running pass.
+        step: None before the step's first gradient, and after the hand-over to an update.
+    """
+
+    layout: UnitLayout
+    first: int
+    trained: int
+    of_pass: set[int] = field(default_factory=set)
+    step: StepTotal | None = None
+
+    def begun(self) -> StepTotal:
+        if self.step is None:
+            self.step = StepTotal()
+        return self.step
+
+    def number(self, part: int) -> int:
+        """Return the number of a part among the parts of all units."""
+        return self.first + (0 if part == WHOLE else part)
+
+    def part_of(self, flat: torch.Tensor, part: int) -> torch.Tensor:
+        """Return a part's values in the unit's buffer."""
+        if part == WHOLE:
+            return flat
+        slot = self.layout.slots[part]
+        return flat[slot.offset : slot.offset + slot.numel]
+
+
+class Shared:
+    """What a unit that several ranks share has beside its shard.
+
+    Attributes:
+        whole: the unsharded unit; its one copy has all ranks' shards.
+        moving_bytes: of the unsharded unit; 0 if it is never evicted.
+        uses: number of modules that compute on it now.
+    """
+
+    __slots__ = ("moving_bytes", "uses", "whole")
+
+    def __init__(self, spec: FlatSpec) -> None:
+        self.moving_bytes = spec.moving_bytes
+        self.uses = 0
+        self.whole = Field(f"whole {spec.name}", [Memory.DEVICE])
+        self.whole.outdate()  # a value exists, but not unsharded
+
+    @property
+    def is_whole(self) -> bool:
+        return self.whole.is_newest(Memory.DEVICE)
+
+
 class Unit(UnitState):
     """A unit.
 
     Attributes:
+        layout: its parameters' places.
         params: its parameters.
         views: the model parameters that show them.
-        grads: its gradients.
+        grads: the memory of its gradients.
+        total: its gradients so far.
+        shared: None if this rank has all of the unit.
         begun: tiles that have had the update in `due` already.
         write: the move with which the update of `ticket` writes the new parameters home; None if it does not.
         keeps: the gradients of that update may be needed again, because it may be rolled back.
         foreseen: the expected update, while the scheduler decides whether it may be speculative.
     """
 
-    __slots__ = ("_gradients", "_states", "_store", "foreseen", "grads", "keeps", "params", "views", "write")
+    __slots__ = (
+        "_gradients",
+        "_states",
+        "_store",
+        "foreseen",
+        "grads",
+        "keeps",
+        "layout",
+        "params",
+        "shared",
+        "total",
+        "views",
+        "write",
+    )
 
     due: tuple[Segment, ...] | None
     begun: frozenset[int] | None
@@ -82,13 +191,23 @@ class Unit(UnitState):
     ahead: Ahead | None
 
     def __init__(
-        self, params: UnitParams, views: UnitViews, grads: UnitGrads, store: GradStore, states: UnitStates
+        self,
+        layout: UnitLayout,
+        params: UnitParams,
+        views: UnitViews,
+        grads: UnitGrads,
+        store: GradStore,
+        states: UnitStates,
+        first_part: int,
     ) -> None:
         spec = params.spec
         super().__init__(params.index, spec.name, spec.nbytes, moves=spec.offloaded, spills=grads.spills)
+        self.layout = layout
         self.params = params
         self.views = views
         self.grads = grads
+        self.total = UnitTotal(layout, first_part, layout.trained)
+        self.shared = Shared(spec) if spec.sharding.count > 1 else None
         self._gradients = grads.host
         self._store = store
         self._states = states
@@ -172,6 +291,11 @@ class Unit(UnitState):
             self.begun = ahead.tiles
             self.ask(ahead.segments)
         return ahead
+
+    @property
+    def ran_ahead(self) -> tuple[Segment, ...] | None:
+        """The speculative update; None if there is none."""
+        return None if self.ahead is None else self.ahead.segments
 
     def decide(self) -> Ahead:
         """Return the speculative update and clear it: it is accepted, was undone, or never ran."""

@@ -23,14 +23,14 @@ from infinity.errors import CapacityError, InfinityError, NonFiniteError
 from infinity.kernels import Rule
 from infinity.optim.jobs import Segment
 from infinity.optim.pipeline import UpdatePipeline
-from infinity.tiers import overlap
+from infinity.tiers import Sharding, overlap
 from infinity.zero.executor import Executor
 from infinity.zero.foresight import Foresight
 from infinity.zero.gradients import Gradients
 from infinity.zero.losses import Losses
-from infinity.zero.partition import Partition, UnitLayout
 from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend
+from infinity.zero.unit import Unit
 
 _ASKED = 1  # units whose updates may wait for the vote of all ranks while these compute on
 
@@ -70,7 +70,7 @@ class Updates:
 
     def __init__(
         self,
-        partition: Partition,
+        sharding: Sharding,
         executor: Executor,
         pipeline: UpdatePipeline,
         gradients: Gradients,
@@ -79,7 +79,7 @@ class Updates:
         max_norm: float,
         losses: Losses,
     ) -> None:
-        self._partition = partition
+        self._sharding = sharding
         self._executor = executor
         self._pipeline = pipeline
         self._gradients = gradients
@@ -88,19 +88,19 @@ class Updates:
         self._max_norm = max_norm
         self._losses = losses
         self._sums_sq: list[float] = []  # of the units updated so far in this step, under `backward`
-        self._due: dict[int, None] = {}  # units whose gradients are final, but perhaps still on their way to the host
-        self._asked: dict[int, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
+        self._due: dict[Unit, None] = {}  # units whose gradients are final, but perhaps still on their way to the host
+        self._asked: dict[Unit, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
         self._finals: list[int] = []
         self._last_pass = False  # whether the running or latest backward pass is the step's last one
-        self._in_parts: frozenset[int] = frozenset()
-        self._updated: set[int] = set()  # units updated in the running backward pass, also speculatively
+        self._in_parts: frozenset[Unit] = frozenset()
+        self._updated: set[Unit] = set()  # units updated in the running backward pass, also speculatively
         self._early = True
         self._foresight = Foresight()
         self.under_way = False  # the step's updates have begun and have not ended
         self.steps: dict[str, int] = {}  # number of updates of each parameter, by name
         self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
 
-    def begin_backward(self, *, last: bool, in_parts: frozenset[int] = frozenset(), early: bool = True) -> None:
+    def begin_backward(self, *, last: bool, in_parts: frozenset[Unit] = frozenset(), early: bool = True) -> None:
         """Begin a backward pass.
 
         Args:
@@ -129,13 +129,13 @@ class Updates:
             self._losses.check_late()
             self._all_final()
 
-    def in_parts(self, unit: int) -> None:
+    def in_parts(self, unit: Unit) -> None:
         """Note that the unit's gradients are complete only at the end of the running backward pass."""
         self._in_parts |= {unit}
         self._due.pop(unit, None)
         self._asked.pop(unit, None)
 
-    def check_parts(self, unit: int, slot: int) -> None:
+    def check_parts(self, unit: Unit, slot: int) -> None:
         """Check that a parameter's further gradient in a backward pass comes before its unit's update.
 
         Raises:
@@ -144,13 +144,13 @@ class Updates:
         if unit not in self._updated:
             return
         raise InfinityError(
-            f"parameter `{self._partition.units[unit].slots[slot].name}` has got a second gradient in one backward "
+            f"parameter `{unit.layout.slots[slot].name}` has got a second gradient in one backward "
             "pass, and the first has updated it already: a hook or an autograd function runs a backward pass of its "
             "own within this one. Set tiering.update_schedule to deferred, which updates after all of them, and resume "
             "from the last checkpoint"
         )
 
-    def final(self, unit: int) -> None:
+    def final(self, unit: Unit) -> None:
         """Note that the unit's gradients of this step are complete, unless they come in parts.
 
         Under the `backward` schedule the unit is updated now, or at one of the next calls if the gradients are still on
@@ -174,11 +174,11 @@ class Updates:
             if self._foresight.runs_ahead:
                 self._run_ahead(unit)
 
-    def _run_ahead(self, unit: int) -> None:
+    def _run_ahead(self, unit: Unit) -> None:
         """Submit the unit's update speculatively, as if the global norm were known and small."""
-        segments = self._segments(self._partition.units[unit], 1.0 / self._losses.loss_scale.value)
+        segments = self._segments(unit, 1.0 / self._losses.loss_scale.value)
         if self._executor.run_ahead(unit, segments, may_leave=self._gradients.are_measured(unit)):
-            self._finals.append(unit)
+            self._finals.append(unit.index)
             self._updated.add(unit)
             self._foresight.tried()
 
@@ -227,18 +227,18 @@ class Updates:
             done += 1
         return done > 0
 
-    def _update_final(self, unit: int, *, finite: bool) -> None:
+    def _update_final(self, unit: Unit, *, finite: bool) -> None:
         if not finite:
             changed = "parameters of later units are already updated" if self.under_way else "nothing was changed by it"
             raise NonFiniteError(
-                f"a gradient of unit `{self._partition.units[unit].name}` is not finite; {changed}. "
+                f"a gradient of unit `{unit.name}` is not finite; {changed}. "
                 "Resume from the last checkpoint with a lower learning rate, or set tiering.update_schedule to "
                 "deferred, which skips such a step"
             )
-        self._finals.append(unit)
+        self._finals.append(unit.index)
         self._updated.add(unit)
         self._sums_sq += self._gradients.sums_sq(unit)
-        self._update(unit, self._segments(self._partition.units[unit], 1.0))
+        self._update(unit, self._segments(unit, 1.0))
 
     def add(self, addend: Addend) -> bool:
         """Add these gradients to their unit's. Block until they have room.
@@ -261,13 +261,13 @@ class Updates:
         while (complete := self._gradients.try_add(addend)) is None:
             if not self._make_room(addend.unit):
                 raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{self._partition.units[addend.unit].name}`, as "
+                    f"no host memory is left for the gradients of unit `{addend.unit.name}`, as "
                     "several modules that are used more than once wait for gradients: set tiering.update_schedule to "
                     "deferred, which has room for the gradients of all units, or checkpoint with use_reentrant=False"
                 )
         return complete
 
-    def _make_room(self, unit: int) -> bool:
+    def _make_room(self, unit: Unit) -> bool:
         """Free memory for the unit's gradients. Return False if there is none to free.
 
         First try local means. An update of due units is taken by all ranks together, so it follows only if gradients
@@ -302,16 +302,16 @@ class Updates:
         self._executor.drain()
         return True
 
-    def rest(self, unit: int) -> None:
+    def rest(self, unit: Unit) -> None:
         """Note that the unit's gradients do not change for a while."""
         self._gradients.rest(unit)
         self._executor.gradients_rest(unit)
 
-    def held_values(self, unit: int) -> torch.Tensor:
+    def held_values(self, unit: Unit) -> torch.Tensor:
         """See `Gradients.held_values`."""
         return self._gradients.held_values(unit, self._executor.free_gradients)
 
-    def remeasure(self, unit: int) -> None:
+    def remeasure(self, unit: Unit) -> None:
         """Measure gradients again that were changed from outside."""
         self.held_values(unit)
         self._gradients.remeasure(unit)
@@ -362,42 +362,41 @@ class Updates:
         """Update all units that have gradients. Commit speculative updates that have used the same rule; roll back the
         others."""
         units = self._executor.forward_order(self._gradients.units_with_gradients())
-        segments = {unit: self._segments(self._partition.units[unit], scale) for unit in units}
-        others = [unit for unit in units if self._executor.ran_ahead(unit) != segments[unit]]
+        segments = {unit: self._segments(unit, scale) for unit in units}
+        others = [unit for unit in units if unit.ran_ahead != segments[unit]]
         self._executor.undo(*others)
         if self._schedule is not UpdateSchedule.BARRIER:
-            self._pipeline.expect(others)
+            self._pipeline.expect([unit.index for unit in others])
         for unit in units:
             self._update(unit, segments[unit])
 
-    def _update(self, unit: int, segments: tuple[Segment, ...]) -> None:
+    def _update(self, unit: Unit, segments: tuple[Segment, ...]) -> None:
         self.under_way = True
         self._executor.begin_step()
         self._count(unit)
         slots = self._gradients.slots_with_gradients(unit)
-        self._gradients.forget(unit)
-        if self._executor.ran_ahead(unit) == segments:
+        unit.total.step = None  # the present gradients belong to the update
+        if unit.ran_ahead == segments:
             self._executor.confirm(unit, slots)
         else:
             self._executor.update(unit, segments, slots)
 
-    def _count(self, unit: int) -> None:
+    def _count(self, unit: Unit) -> None:
         """Count one more update of each parameter with a gradient."""
-        slots = self._partition.units[unit].slots
         for index in self._gradients.slots_with_gradients(unit):
-            name = slots[index].name
+            name = unit.layout.slots[index].name
             self.steps[name] = self.steps.get(name, 0) + 1
 
-    def _segments(self, unit: UnitLayout, scale: float) -> tuple[Segment, ...]:
+    def _segments(self, unit: Unit, scale: float) -> tuple[Segment, ...]:
         """Return runs of neighbouring parameters that have a gradient, the same group and the same step count, cut to
         this rank's shard.
 
         A parameter without a gradient in this step is left alone, as torch does: no decay, no step.
         """
-        present = self._gradients.slots_with_gradients(unit.index)
+        layout, present = unit.layout, self._gradients.slots_with_gradients(unit)
         runs: list[tuple[int, int, int, int]] = []  # start, stop, group, step
         joinable = False
-        for index, slot in enumerate(unit.slots):
+        for index, slot in enumerate(layout.slots):
             if index not in present:
                 joinable = False
                 continue
@@ -409,7 +408,7 @@ class Updates:
                 runs.append((slot.offset, stop, slot.group, step))
             joinable = True
         segments = []
-        for own in self._partition.sharding.pieces(unit.trainable_numel, unit.trainable_numel):
+        for own in self._sharding.pieces(layout.trainable_numel, layout.trainable_numel):
             for start, stop, group, step in runs:
                 piece = overlap(own, start, stop)
                 if piece is not None:

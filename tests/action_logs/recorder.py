@@ -84,15 +84,15 @@ def recording(recorder: Recorder) -> Iterator[None]:
         def action(kind: Any, method: str, note: Note) -> None:
             watch(kind, method, note, recorder.action)
 
-        event(Executor, "enter", lambda _, units: f"enter {names(units)}" if units else None)
-        event(Executor, "leave", lambda _, units: f"leave {names(units)}" if units else None)
+        event(Executor, "enter", lambda _, rows: f"enter {names(row.index for row in rows)}" if rows else None)
+        event(Executor, "leave", lambda _, rows: f"leave {names(row.index for row in rows)}" if rows else None)
         event(Executor, "begin_cycle", lambda _: "forward")
         event(Executor, "end_cycle", lambda _, learn: "end of pass")
         event(Executor, "drain", lambda _: "drain")
         event(Updates, "begin_backward", lambda _, last, **__: f"backward{', the last' if last else ''}")
         event(Updates, "end_backward", lambda _: "end of backward")
         event(Updates, "finish_step", lambda _: "step")
-        event(Updates, "add", lambda _, addend: f"gradient of {name(addend.unit)}")
+        event(Updates, "add", lambda _, addend: f"gradient of {name(addend.unit.index)}")
 
         after(
             Params,
@@ -100,7 +100,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
             lambda _, each, priority, **__: f"fetch {name(each.index)} ({each.spec.nbytes})",
         )
         action(Params, "evict", lambda _, each: f"evict {name(each.index)}")
-        action(Gathering, "_start", lambda _, each: f"gather {name(each.unit)}")
+        action(Gathering, "_start", lambda _, row, __: f"gather {name(row.index)}")
         action(UnitParams, "write_home", lambda params: f"write {name(params.index)}")
         action(UpdatePipeline, "submit", lambda _, job: _submission(name, job))
         action(UpdatePipeline, "_update", lambda _, ticket, tile: f"tile {name(ticket.job.unit)}/{tile.index}")

@@ -64,7 +64,7 @@ class Logged(Stage):
         self.actions.append(action)
         yield from super().perform(action)
         if isinstance(action, Submit | SubmitAhead):
-            row = self._rows[action.unit]
+            row = action.unit
             yield Until(lambda: row.ticket is None or row.ticket.done, OPTIMIZER)
 
     def _phase(self, name: str, process: Process) -> Process:
@@ -104,14 +104,14 @@ def plan_passes(case: Case) -> int:
 def _words(action: Action | str, names: list[str]) -> str | None:
     match action:
         case Fetch(unit):
-            return f"fetch {names[unit]}"
+            return f"fetch {names[unit.index]}"
         case Evict(unit):
-            return f"evict {names[unit]}"
+            return f"evict {names[unit.index]}"
         case Spill(unit):
-            return f"spill {names[unit]}"
+            return f"spill {names[unit.index]}"
         case Submit(unit, write, needed) | SubmitAhead(unit, write, needed):
             when = "now" if needed < 0 else needed
-            return f"submit {names[unit]}{', written' if write else ''}, needed {when}"
+            return f"submit {names[unit.index]}{', written' if write else ''}, needed {when}"
     return None
 
 

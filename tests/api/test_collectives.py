@@ -23,6 +23,7 @@ from infinity.telemetry import Counters
 from infinity.tiers import FlatSpec, Sharding
 from infinity.zero.gathering import Gathering
 from infinity.zero.ranks import Pending, Ranks
+from infinity.zero.unit import Shared
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe
 
@@ -189,8 +190,13 @@ class InMemory:
     unpin = pin
 
 
-def units(count: int) -> list[Any]:
-    return [InMemory(index) for index in range(count)]
+class Row:
+    """What gathering looks at of a unit."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.params = InMemory(index)
+        self.shared = Shared(self.params.spec)
 
 
 class OtherRank:
@@ -218,77 +224,82 @@ def ranks() -> OtherRank:
 
 
 @pytest.fixture
-def gathering(ranks) -> Gathering:
-    return Gathering(units(2), ranks, 1 << 20, Counters(None))
+def rows() -> list[Any]:
+    return [Row(index) for index in range(4)]
 
 
-def test_leaving_what_was_not_entered_is_no_use(gathering, ranks) -> None:
+@pytest.fixture
+def gathering(ranks, rows) -> Gathering:
+    return Gathering(rows[:2], ranks, 1 << 20, Counters(None))
+
+
+def test_leaving_what_was_not_entered_is_no_use(gathering, rows, ranks) -> None:
     """`enter` of a call with several units may fail before it comes to this one, and `leave` follows all the same."""
-    gathering.leave(0, None)
-    gathering.enter(0)
-    gathering.leave(0, None)
-    gathering.enter(0)
+    gathering.leave(rows[0], None)
+    gathering.enter(rows[0])
+    gathering.leave(rows[0], None)
+    gathering.enter(rows[0])
     assert ranks.gathered == ["unit 0"] * 2
 
 
-def test_a_gather_that_failed_is_tried_again(gathering, ranks) -> None:
+def test_a_gather_that_failed_is_tried_again(gathering, rows, ranks) -> None:
     ranks.has_died = True
     with pytest.raises(RankError, match="died"):
-        gathering.enter(0)
-    gathering.leave(0, None)
+        gathering.enter(rows[0])
+    gathering.leave(rows[0], None)
     ranks.has_died = False
-    gathering.enter(0)
+    gathering.enter(rows[0])
     assert ranks.gathered == ["unit 0"] * 2
 
 
-def test_a_unit_is_not_changed_while_it_is_unsharded_early(gathering, ranks) -> None:
+def test_a_unit_is_not_changed_while_it_is_unsharded_early(gathering, rows, ranks) -> None:
     """The gather may write old values until it is over."""
-    gathering.enter(0)
-    assert gathering.due([1]) == 1
-    gathering.look_ahead(1)
+    gathering.enter(rows[0])
+    assert gathering.due([rows[1]]) is rows[1]
+    gathering.look_ahead(rows[1])
     assert ranks.waiting == ["unit 1"]
-    gathering.changed(1)
+    gathering.changed(rows[1])
     assert ranks.waiting == []
-    gathering.enter(1)
+    gathering.enter(rows[1])
     assert ranks.gathered == ["unit 0", "unit 1", "unit 1"]
 
 
-def test_several_are_unsharded_early_in_their_order_and_dropped_when_skipped(ranks) -> None:
+def test_several_are_unsharded_early_in_their_order_and_dropped_when_skipped(rows, ranks) -> None:
     """256 bytes a unit: one in use, two ahead, and room for one that is fetched."""
-    gathering = Gathering(units(4), ranks, 4 * 256, Counters(None), ahead_bytes=1 << 20)
-    gathering.enter(0)
+    gathering = Gathering(rows, ranks, 4 * 256, Counters(None), ahead_bytes=1 << 20)
+    gathering.enter(rows[0])
     for unit in (1, 2):
-        assert gathering.due([1, 2, 3]) == unit
-        gathering.look_ahead(unit)
-    assert gathering.due([1, 2, 3]) is None
+        assert gathering.due([rows[1], rows[2], rows[3]]) is rows[unit]
+        gathering.look_ahead(rows[unit])
+    assert gathering.due([rows[1], rows[2], rows[3]]) is None
     assert ranks.waiting == ["unit 1", "unit 2"]
-    gathering.leave(0, 1)
-    gathering.enter(2)  # the one between is not used
+    gathering.leave(rows[0], 1)
+    gathering.enter(rows[2])  # the one between is not used
     assert ranks.waiting == []
-    assert not gathering.is_whole(1)
-    assert gathering.is_whole(2)
-    assert gathering.due([3]) == 3
-    gathering.look_ahead(3)
-    gathering.enter(1)  # nothing of what was expected
-    assert not gathering.is_whole(3)
+    assert not gathering.is_whole(rows[1])
+    assert gathering.is_whole(rows[2])
+    assert gathering.due([rows[3]]) is rows[3]
+    gathering.look_ahead(rows[3])
+    gathering.enter(rows[1])  # nothing of what was expected
+    assert not gathering.is_whole(rows[3])
     assert ranks.waiting == []
     assert ranks.gathered == ["unit 0", "unit 1", "unit 2", "unit 3", "unit 1"]
 
 
-def test_what_lies_behind_a_unit_that_is_let_go_first_is_gathered_behind_it(ranks) -> None:
+def test_what_lies_behind_a_unit_that_is_let_go_first_is_gathered_behind_it(rows, ranks) -> None:
     """So the order of what is ahead is that of the uses."""
-    gathering = Gathering(units(4), ranks, 16 * 256, Counters(None), ahead_bytes=1 << 20)
-    gathering.enter(0)
-    assert gathering.due([1, 0, 2]) == 1
-    gathering.look_ahead(1)
-    assert gathering.due([1, 0, 2]) is None, "unit 0 is in use, and let go before its next one"
-    assert gathering.due([1, 1, 2]) == 2, "unit 1 is kept from one use to the next"
-    assert gathering.due([1, 2, 1]) == 2
-    gathering.look_ahead(2)
-    assert gathering.due([1, 2, 1, 3]) is None
-    gathering.leave(0, 1)
-    gathering.enter(1)
-    assert gathering.due([1, 2, 3]) == 3, "what is used again at once is not let go"
+    gathering = Gathering(rows, ranks, 16 * 256, Counters(None), ahead_bytes=1 << 20)
+    gathering.enter(rows[0])
+    assert gathering.due([rows[1], rows[0], rows[2]]) is rows[1]
+    gathering.look_ahead(rows[1])
+    assert gathering.due([rows[1], rows[0], rows[2]]) is None, "unit 0 is in use, and let go before its next one"
+    assert gathering.due([rows[1], rows[1], rows[2]]) is rows[2], "unit 1 is kept from one use to the next"
+    assert gathering.due([rows[1], rows[2], rows[1]]) is rows[2]
+    gathering.look_ahead(rows[2])
+    assert gathering.due([rows[1], rows[2], rows[1], rows[3]]) is None
+    gathering.leave(rows[0], 1)
+    gathering.enter(rows[1])
+    assert gathering.due([rows[1], rows[2], rows[3]]) is rows[3], "what is used again at once is not let go"
 
 
 class Block(nn.Module):
@@ -313,7 +324,7 @@ def fail_in_enter() -> tuple[torch.Tensor, torch.Tensor]:
         perform = executor._do
 
         def failing(event: Event) -> None:
-            if event == UseBegins(1) and failures:
+            if event == UseBegins(executor.units[1]) and failures:
                 raise failures.pop()
             perform(event)
 

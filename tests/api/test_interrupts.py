@@ -337,13 +337,13 @@ def test_an_interrupted_write_of_a_changed_unit_is_waited_for_by_its_next_evicti
     with engine_at(CASES["deferred-nvme"], tmp_path) as engine:
         engine.synchronize()
         executor = engine._runtime.executor
-        with executor.changing(0) as flat:
+        with executor.changing(executor.units[0]) as flat:
             flat.fill_(7.0)
         monkeypatch.setattr(UnitParams, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             executor._evict(executor.units[0])
         executor._evict(executor.units[0])
-        with executor.resident(0) as flat:
+        with executor.resident(executor.units[0]) as flat:
             assert (flat == 7.0).all()
         one_step(engine, AT)
 

@@ -17,6 +17,7 @@ from infinity.zero.groups import Groups
 from infinity.zero.partition import ParamSlot, UnitLayout
 from infinity.zero.ranks import ALONE, Path, Ranks
 from infinity.zero.reduction import Addend, Journey, Reduction
+from infinity.zero.unit import Unit
 
 NUMELS = [256, 64, 128, 64, 512, 64]  # the last is used by several modules
 SHARED = 5
@@ -85,9 +86,10 @@ class OneOfTwo:
         return Late(shard, flat[: shard.numel()])
 
 
-def unit(index: int, numel: int) -> UnitLayout:
+def unit(index: int, numel: int) -> Unit:
     slots = tuple(ParamSlot(f"{index}.{n}", (numel // 2,), numel // 2, n * numel // 2, True, 0) for n in range(2))
-    return UnitLayout(index, str(index), slots, numel, numel, persistent=False)
+    layout = UnitLayout(index, str(index), slots, numel, numel, persistent=False)
+    return cast(Unit, SimpleNamespace(index=index, layout=layout))
 
 
 def backward(source: Reduction, value: float) -> Iterator[Addend]:
@@ -98,7 +100,7 @@ def backward(source: Reduction, value: float) -> Iterator[Addend]:
             grad = torch.full((NUMELS[index] // 2,), value, dtype=torch.bfloat16)
             addend = source.take(unit(index, NUMELS[index]), slot, grad)
             assert addend is None
-        yield from source.leave(index)
+        yield from source.leave(unit(index, NUMELS[index]))
     yield from source.end_pass()
 
 
@@ -127,8 +129,8 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
             source.begin_pass(last=micro_batch == 1)
             for addend in backward(source, 1.0 + micro_batch):
                 assert len(set(addend.values.tolist())) == 1
-                assert addend.values.numel() == NUMELS[addend.unit] // sharding.count
-                sums[addend.unit] = sums.get(addend.unit, 0) + float(addend.values[0])
+                assert addend.values.numel() == NUMELS[addend.unit.index] // sharding.count
+                sums[addend.unit.index] = sums.get(addend.unit.index, 0) + float(addend.values[0])
     assert sums == dict.fromkeys(range(len(units)), 2 * sharding.count * replicas * 3.0)
     assert not source.waits
     assert 0.6 * most_bytes <= meter.peak_bytes <= most_bytes
@@ -143,7 +145,7 @@ def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills(
     source.begin_pass(last=True, uses=[1, 0])
     for slot in range(2):
         source.take(units[0], slot, torch.ones(32))
-    assert list(source.leave(0)) == []
+    assert list(source.leave(units[0])) == []
     late: Any = source._scattering
     source.clear()
     source.begin_pass(last=True)
@@ -151,5 +153,5 @@ def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills(
         source.take(units[0], slot, torch.ones(32))
     for pending in late.pending:
         pending.wait()
-    (addend,) = source.complete(0)
+    (addend,) = source.complete(units[0])
     assert addend.values.tolist() == [2.0] * 32

@@ -561,7 +561,7 @@ def leave(engine: infinity.Engine) -> None:
         pass
     for row in tuple(executor._scheduler.in_memory):
         if not row.is_pinned:
-            executor._do(ParametersStale(row.index))
+            executor._do(ParametersStale(row))
 
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
@@ -632,7 +632,7 @@ def test_a_unit_whose_update_may_be_speculative_is_unsharded_again_on_all_ranks(
     """Whether its rank had room or not: else some ranks would unshard fewer units than others, and hang."""
     changed: set[int] = set()
     monkeypatch.setattr(InFlight, "can_run_ahead", lambda *_: False)
-    monkeypatch.setattr(Gathering, "changed", lambda _, unit: changed.add(unit))
+    monkeypatch.setattr(Gathering, "changed", lambda _, row: changed.add(row.index))
     with engine_of(tmp_path, "speculative") as engine:
         engine.backward(loss_of(engine, DATA[0]))
         trained = {unit.index for unit in engine._runtime.partition.units if unit.trainable_numel}

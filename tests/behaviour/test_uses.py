@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from infinity.zero.hooks import Hooks
 from infinity.zero.partition import Alignment, make_partition
+from infinity.zero.unit import Unit
 from tests.behaviour.test_models import (
     ROWS,
     WIDTH,
@@ -29,29 +31,29 @@ class Recorder:
     """Notes the units that backward uses, in its order."""
 
     def __init__(self) -> None:
-        self.uses: list[int] = []
-        self.in_use: list[int] = []
+        self.uses: list[Unit] = []
+        self.in_use: list[Unit] = []
         self.most_in_use = 0
 
-    def enter(self, units: tuple[int, ...]) -> None:
+    def enter(self, units: tuple[Unit, ...]) -> None:
         """Forward, or its recomputation."""
 
-    def backward_enter(self, units: tuple[int, ...]) -> None:
+    def backward_enter(self, units: tuple[Unit, ...]) -> None:
         self.uses.extend(units)
         self.in_use.extend(units)
         self.most_in_use = max(self.most_in_use, len(self.in_use))
 
-    def leave(self, units: tuple[int, ...], *, ends_forward: bool = False) -> None:
+    def leave(self, units: tuple[Unit, ...], *, ends_forward: bool = False) -> None:
         """Forward's; that of backward is followed by `backward_left`."""
 
-    def backward_left(self, units: tuple[int, ...]) -> None:
+    def backward_left(self, units: tuple[Unit, ...]) -> None:
         for unit in units:
             self.in_use.remove(unit)
 
-    def in_parts(self, unit: int, slot: int, *, again: bool) -> None:
+    def in_parts(self, unit: Unit, slot: int, *, again: bool) -> None:
         raise AssertionError("no pass runs within another one")
 
-    def gradient_ready(self, unit: int, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
         param.grad = None
 
 
@@ -59,7 +61,8 @@ def uses_of(model: nn.Module, inputs: torch.Tensor, *, alone: bool) -> Recorder:
     groups = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
     partition = make_partition(model, groups, align=Alignment(8), persistence_threshold=0, offloaded=True)
     recorder = Recorder()
-    hooks = Hooks(model, partition, recorder, (), alone=alone)
+    units = [cast(Unit, unit.index) for unit in partition.units]
+    hooks = Hooks(model, partition, units, recorder, (), alone=alone)
     with hooks.forward(training=True):
         loss = model(inputs).square().mean()
     loss.backward()

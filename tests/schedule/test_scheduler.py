@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -109,41 +110,39 @@ class World:
         self.in_slots.pop(index, None)
         self.units[index].gradients = State.ABSENT
 
-    def perform(self, action: object) -> None:
+    def perform(self, action: Any) -> None:
         match action:
-            case Fetch(index, _):
-                assert self.units[index].residency is Residency.STORED
-                self.budget.take(self.sizes[index], f"u{index}")
-                self.units[index].residency = Residency.FETCHING
-            case AwaitFetch(index):
-                self.units[index].residency = Residency.RESIDENT
-            case Evict(index):
-                unit = self.units[index]
+            case Fetch(unit, _):
+                assert unit.residency is Residency.STORED
+                self.budget.take(unit.nbytes, unit.name)
+                unit.residency = Residency.FETCHING
+            case AwaitFetch(unit):
+                unit.residency = Residency.RESIDENT
+            case Evict(unit):
                 assert unit.residency is Residency.RESIDENT
                 assert not unit.pins
                 unit.residency = Residency.STORED
-                self.budget.give(self.sizes[index])
-            case Submit(index, _, _):
-                unit = self.units[index]
+                self.budget.give(unit.nbytes)
+            case Submit(unit, _, _):
                 assert unit.due
                 assert not unit.ticket
                 assert unit.residency is not Residency.STORED
-                self.have_slot(index)
+                self.have_slot(unit.index)
                 unit.due, unit.ticket = None, True
                 unit.residency = Residency.RESIDENT
                 unit.pins += 1
-            case AwaitUpdate(index):
-                assert self.units[index].ticket
-                self.finish(index)
-            case Spill(index):
-                assert self.units[index].gradients in (State.VALID, State.WRITING)
-                self.units[index].gradients = State.LEAVING
-            case AwaitSpill(index):
-                assert self.units[index].gradients is State.LEAVING
-                self.free_slot(index)
-            case AwaitNewest(index):
-                self.finish(index)
-                self.units[index].residency = Residency.RESIDENT
+            case AwaitUpdate(unit):
+                assert unit.ticket
+                self.finish(unit.index)
+            case Spill(unit):
+                assert unit.gradients in (State.VALID, State.WRITING)
+                unit.gradients = State.LEAVING
+            case AwaitSpill(unit):
+                assert unit.gradients is State.LEAVING
+                self.free_slot(unit.index)
+            case AwaitNewest(unit):
+                self.finish(unit.index)
+                unit.residency = Residency.RESIDENT
             case AwaitAnyUpdate():
                 self.finish(next(index for index, unit in enumerate(self.units) if unit.ticket))
             case _:
@@ -159,18 +158,18 @@ class World:
     def use(self, index: int, *, update: bool = False) -> None:
         unit = self.units[index]
         unit.pins += 1
-        self.on(UseBegins(index))
+        self.on(UseBegins(unit))
         assert unit.residency is Residency.RESIDENT
         assert not unit.due
         if update:
             while unit.ticket or not self.has_slot(index):
-                assert self.on(GradientsNeedRoom(index))
+                assert self.on(GradientsNeedRoom(unit))
             self.have_slot(index)
             if self.slots:
                 unit.gradients = State.VALID
                 self.on(GradientsRest())
             unit.due = True
-            self.on(UpdateDue(index))
+            self.on(UpdateDue(unit))
         unit.pins -= 1
         self.on(MemoryFreed())
 
@@ -193,11 +192,11 @@ def test_what_is_used_is_in_memory_and_the_ledger_holds(data) -> None:
         uses = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=12))
         for _ in range(data.draw(st.integers(1, 3))):
             step(world, uses, learn=data.draw(st.booleans()))
-            looked = data.draw(st.integers(0, len(sizes) - 1))
-            world.units[looked].pins += 1
-            world.on(data.draw(st.sampled_from([ParametersNeeded(looked), OldParametersNeeded(looked)])))
-            assert world.units[looked].residency is Residency.RESIDENT
-            world.units[looked].pins -= 1
+            unit = world.units[data.draw(st.integers(0, len(sizes) - 1))]
+            unit.pins += 1
+            world.on(data.draw(st.sampled_from([ParametersNeeded(unit), OldParametersNeeded(unit)])))
+            assert unit.residency is Residency.RESIDENT
+            unit.pins -= 1
     held = sum(size for size, unit in zip(sizes, world.units, strict=True) if unit.residency is not Residency.STORED)
     assert held == world.budget.used_bytes <= world.capacity
     assert len(world.in_slots) <= world.slots
@@ -234,9 +233,9 @@ def test_units_that_do_not_fit_together_are_refused_by_name() -> None:
     world = World([4, 4], 5)
     world.on(PassBegins())
     world.units[0].pins += 1
-    world.on(UseBegins(0))
+    world.on(UseBegins(world.units[0]))
     with pytest.raises(CapacityError, match=r"unit `u1` needs 4 B but u0 .* raise tiering.host_memory by 8 bytes"):
-        world.on(UseBegins(1))
+        world.on(UseBegins(world.units[1]))
 
 
 def test_nobody_waits_for_what_was_fetched_for_an_update_and_has_left() -> None:
@@ -245,7 +244,7 @@ def test_nobody_waits_for_what_was_fetched_for_an_update_and_has_left() -> None:
     for action in world.scheduler._fetch(world.units[0], urgent=False):
         world.perform(action)
     world.units[0].residency = Residency.RESIDENT  # as an update has it
-    world.on(ParametersStale(0))
+    world.on(ParametersStale(world.units[0]))
     assert world.units[0].residency is Residency.STORED
     with pytest.raises(CapacityError):  # nothing can make room, as everything is away
-        world.on(RoomNeeded(1))
+        world.on(RoomNeeded(world.units[1]))

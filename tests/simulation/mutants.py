@@ -273,7 +273,7 @@ def _room_by_pinned(original: Any, self: Scheduler, row: Any) -> Any:
 def _prefetch_past_budget(original: Any, self: Scheduler, row: Any, *, urgent: bool) -> Any:
     if urgent:
         return (yield from original(self, row, urgent=urgent))
-    yield actions.Fetch(row.index, urgent)
+    yield actions.Fetch(row, urgent)
     self._fetching[row] = None
     return True
 
@@ -327,21 +327,21 @@ def _blocked_while_stored(self: Scheduler) -> Any:
     for row in list(self.blocked):
         if row.due is not None and row.gradients_have_room and row.ticket is None:
             del self.blocked[row]
-            yield actions.Submit(row.index, True, 0)
+            yield actions.Submit(row, True, 0)
 
 
 @_mutant("an update is submitted although its gradients have no room", Scheduler, "_try_update")
 def _submitted_without_room(self: Scheduler, row: Any) -> Any:
     if row.due is not None and not row.is_updated_on_device:
         if row.ticket is not None:
-            yield actions.AwaitUpdate(row.index)
-        yield actions.Submit(row.index, *self._urgency(row))
+            yield actions.AwaitUpdate(row)
+        yield actions.Submit(row, *self._write_and_next_use(row))
 
 
 @_mutant("the rest of an update is submitted beside the part that runs", Scheduler, "_try_update")
 def _parts_together(self: Scheduler, row: Any) -> Any:
     if row.due is not None and row.gradients_have_room and not row.is_updated_on_device:
-        yield actions.Submit(row.index, *self._urgency(row))
+        yield actions.Submit(row, *self._write_and_next_use(row))
 
 
 # Gradients #
@@ -513,14 +513,13 @@ def _reduced_as_left(self: ReductionOrder, unit: int) -> Any:
 
 
 @_mutant("a forward that runs again within backward lets go of its unit at its end", Gathering, "leave")
-def _again_lets_go(original: Any, self: Gathering, unit: int, expected: int | None) -> None:
-    each = self._shared[unit]
-    if each is not None and each.uses > 1:
-        each.uses = 0
-        self._let_go(each)
-        each.uses = 1
+def _again_lets_go(original: Any, self: Gathering, row: Any, expected: int | None) -> None:
+    if row.shared is not None and row.shared.uses > 1:
+        row.shared.uses = 0
+        self.let_go(row)
+        row.shared.uses = 1
     else:
-        original(self, unit, expected)
+        original(self, row, expected)
 
 
 _add("ahead_keeps_room", "units that were gathered ahead keep their room", (Gathering, "make_way", _none))
@@ -529,11 +528,11 @@ _add("gathered_once", "a unit that was updated is not gathered again", (Gatherin
 
 @_mutant("a rank gathers ahead only what its memory has", Rank, "_look_ahead")
 def _gathers_by_memory(self: Rank) -> None:
-    while (unit := self._gathering.due(self.cycle.upcoming)) is not None:
-        if self.rows[unit].residency is _STORED:
+    while (row := self._gathering.due([self.rows[unit] for unit in self.cycle.upcoming])) is not None:
+        if row.residency is _STORED:
             return
-        self._pin(unit)
-        self._gathering.look_ahead(unit)
+        self._pin(row)
+        self._gathering.look_ahead(row)
 
 
 @_mutant("what comes next is judged by what this rank's memory holds", Scheduler, "_use")
@@ -543,10 +542,10 @@ def _upcoming_by_memory(original: Any, self: Scheduler, event: Any) -> Any:
         self.cycle._last.end()
 
 
-def _gathers_if_ahead(self: Rank, unit: int, due: Due, original: Any = Rank.run_ahead) -> bool:
-    runs = original(self, unit, due)
+def _gathers_if_ahead(self: Rank, row: Row, due: Due, original: Any = Rank.run_ahead) -> bool:
+    runs = original(self, row, due)
     if runs:
-        self._gathering.changed(unit)
+        self._gathering.changed(row)
     return bool(runs)
 
 
@@ -581,8 +580,8 @@ def _ledger_forgets(original: Any, self: Any, nbytes: int) -> None:
         original(self, nbytes)
 
 
-def _fetch_is_over(self: Performer, action: Any) -> None:
-    self.rows[action.unit].residency = _RESIDENT
+def _fetch_is_over(_: Performer, row: Row, __: object = None) -> None:
+    row.residency = _RESIDENT
 
 
 _add(

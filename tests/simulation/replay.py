@@ -55,6 +55,11 @@ class Log:
     error: str = ""
 
 
+def _by_number(decided: Any) -> Any:
+    """An event or an action with its unit's number, which both worlds share, in the place of the unit."""
+    return replace(decided, unit=decided.unit.index) if hasattr(decided, "unit") else decided
+
+
 @contextmanager
 def _recording() -> Iterator[Log]:
     """Of schedulers that decide inside; events that lead to nothing are left out."""
@@ -65,9 +70,9 @@ def _recording() -> Iterator[Log]:
         at = len(log.decisions)  # others may follow while these are performed
         for action in on(self, event):
             if not actions:
-                log.decisions.insert(at, (event, ()))
-            actions.append(action)
-            log.decisions[at] = event, tuple(actions)
+                log.decisions.insert(at, (_by_number(event), ()))
+            actions.append(_by_number(action))
+            log.decisions[at] = _by_number(event), tuple(actions)
             yield action
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -416,7 +421,7 @@ class _Loop:
                 case Look(units):
                     self._look(units)
                 case Change(unit) if not self._has_gradients:
-                    with self._executor.changing(unit) as flat:
+                    with self._executor.changing(self._executor.units[unit]) as flat:
                         flat.mul_(0.5)
                 case ZeroGrad():
                     self._zero_grad()
@@ -440,7 +445,7 @@ class _Loop:
         with ExitStack() as looks:
             try:
                 for unit in units:
-                    looks.enter_context(self._executor.resident(unit))
+                    looks.enter_context(self._executor.resident(self._executor.units[unit]))
             except CapacityError:
                 pass  # as refused in the simulation
 

@@ -130,11 +130,11 @@ def decide(store: GradStore, event: Event) -> bool:
     for action in scheduler.on(event):
         match action:
             case AwaitGradients(unit):
-                store.finish_moves(store.units[unit])
+                store.finish_moves(store.units[unit.index])
             case Spill(unit):
-                store.spill(store.units[unit])
+                store.spill(store.units[unit.index])
             case AwaitSpill(unit):
-                store.await_spill(store.units[unit])
+                store.await_spill(store.units[unit.index])
             case _:
                 raise AssertionError(action)
     return action is not None
@@ -166,7 +166,7 @@ def spilling(swap: LateSwap, slots: int) -> GradStore:
 def add(store: GradStore, unit: int, value: float) -> None:
     fresh = not store.holds(store.units[unit])
     while (buffer := store.open(store.units[unit])) is None:
-        assert decide(store, GradientsNeedRoom(unit))
+        assert decide(store, GradientsNeedRoom(Row(store, unit)))
     if fresh:
         buffer.zero_()
     buffer += value
@@ -188,7 +188,7 @@ def test_any_order_of_adding_resting_spilling_and_using_keeps_every_sum(data: st
         elif action == "rest" and unit in sums:
             rest(store, unit)
         elif action == "room":
-            decide(store, GradientsNeedRoom(unit))
+            decide(store, GradientsNeedRoom(Row(store, unit)))
         elif action == "hand over" and unit in sums and store.can_hand_over(store.units[unit]):
             lent[unit] = store.hand_over(store.units[unit]), sums.pop(unit)
             assert store.open(store.units[unit]) is None
@@ -236,7 +236,7 @@ def test_a_read_that_fails_leaves_the_gradients_on_the_drive() -> None:
     add(store, 1, 1.0)
     rest(store, 1)
     add(store, 2, 2.0)
-    assert decide(store, GradientsNeedRoom(1))
+    assert decide(store, GradientsNeedRoom(Row(store, 1)))
     swap.fails = True
     with pytest.raises(StorageError):
         store.open(store.units[1])

@@ -71,7 +71,9 @@ def test_measuring_a_unit_anew_takes_a_piece(tmp_path) -> None:
             0
         ] as engine:
             engine.backward(engine(torch.randn(2, width, dtype=torch.bfloat16)).float().square().mean())
-            gradients = engine._step.gradients
-            peaks.append(peak_bytes(lambda gradients=gradients: (gradients.remeasure(0), gradients.norm())))
+            gradients, (unit,) = engine._step.gradients, engine._runtime.executor.units
+            peaks.append(
+                peak_bytes(lambda gradients=gradients, unit=unit: (gradients.remeasure(unit), gradients.norm()))
+            )
             engine.step()
     assert max(peaks) <= 4 * PIECE + FEW_BYTES

@@ -103,8 +103,7 @@ class _Uses(Collection[int]):
         if found is None:
             return []
         engine, place = found
-        here = (place.unit.index, place.index)
-        return [place.unit.index] if engine.shows(*here) and not engine.lends(*here) else []
+        return [place.unit.index] if engine.shows(place) and not engine.lends(place) else []
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._now())

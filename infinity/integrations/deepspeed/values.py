@@ -70,7 +70,7 @@ def _find(param: nn.Parameter, what: str, *, stores: bool) -> _Found | None:
     engine, place = found
     assert isinstance(engine, Engine)
     runtime = engine.begin_gathering(what, stores=stores)
-    if stores and engine.lends(place.unit.index, place.index):
+    if stores and engine.lends(place):
         raise InfinityError(
             f"{what}: `{place.slot.name}` is gathered; leave GatheredParameters first, or change it there"
         )
@@ -104,7 +104,7 @@ def _float32(found: _Found) -> torch.Tensor:
     """This rank's part of the master, or of the values of a parameter that is not trained, in a flat tensor."""
     runtime, place = found.runtime, found.place
     mine = torch.zeros(place.slot.numel, dtype=torch.float32, device="cpu")
-    with runtime.executor.resident(place.unit.index) as flat:
+    with runtime.executor.resident(runtime.row(place.unit)) as flat:
         if place.slot.trainable:
             for part, states in _parts(found, writable=False):
                 mine[part.param] = read_master(runtime.layout, flat[part.shard], states)
@@ -129,7 +129,7 @@ def local_values(param: nn.Parameter) -> torch.Tensor | None:
     if found is None:
         return None
     parts = found.runtime.partition.parts(found.place.unit, of=found.place.slot)
-    with found.runtime.executor.resident(found.place.unit.index) as flat:
+    with found.runtime.executor.resident(found.runtime.row(found.place.unit)) as flat:
         return torch.cat([flat[part.shard] for part in parts] or [flat[:0]]).clone()
 
 
@@ -139,7 +139,7 @@ def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.T
         return
     runtime, place = found.runtime, found.place
     values = take(found)
-    with runtime.executor.changing(place.unit.index) as flat:
+    with runtime.executor.changing(runtime.row(place.unit)) as flat:
         if place.slot.trainable:
             for part, states in _parts(found, writable=True):
                 write_master(runtime.layout, values[part.param], flat[part.shard], states)
@@ -250,7 +250,7 @@ def _held(param: nn.Parameter, what: str) -> tuple[_Found, torch.Tensor] | None:
         return None
     engine, place = owner
     assert isinstance(engine, Engine)
-    held = engine.held_gradients(place.unit.index, place.index, what)
+    held = engine.held_gradients(place, what)
     return None if held is None else (_Found(engine, engine.begin_gathering(what, stores=False), place), held)
 
 
@@ -261,7 +261,7 @@ def _gradient(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | Non
     engine, place = owner
     assert isinstance(engine, Engine)
     if engine.gradients_wait(what):
-        flat = engine.waiting_gradient(place.unit.index, place.index)
+        flat = engine.waiting_gradient(place)
         if flat is None:
             return None
         found = _Found(engine, engine.begin_gathering(what, stores=False), place)
@@ -287,7 +287,7 @@ def _set_gradient(param: nn.Parameter, what: str, take: Callable[[_Found], torch
     values = take(found)
     for part in found.runtime.partition.parts(found.place.unit, of=found.place.slot):
         buffer[part.shard] = (values[part.param] * found.engine.optimizer.loss_scaler.value).to(buffer.dtype)
-    found.engine.gradients_changed(found.place.unit.index)
+    found.engine.gradients_changed(found.place)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:

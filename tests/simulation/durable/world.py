@@ -176,6 +176,7 @@ class Trainer:
             compute_all=lambda: None,
             write_changed=lambda: None,
             take_over=self._take_over,
+            units=[SimpleNamespace(residency=Residency.STORED)],
             resident=lambda unit: nullcontext(self.flat),
             changing=lambda unit: nullcontext(self.flat),
         )
@@ -186,8 +187,8 @@ class Trainer:
             partition=Partition((unit,), (), Sharding(rank, turns.size)),
             groups=Groups(ranks, ranks, ALONE),
             executor=executor,
+            row=lambda unit: unit,
             pipeline=self.pipeline,
-            params=SimpleNamespace(units=[SimpleNamespace(residency=Residency.STORED)]),
             states=SimpleNamespace(some_are_there=False),
             counters=SimpleNamespace(aside=lambda what: nullcontext()),
             arena=SimpleNamespace(handing_over=nullcontext()),
