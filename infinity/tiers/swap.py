@@ -9,12 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from infinity.config import NvmeConfig
 from infinity.errors import CheckpointError, InfinityError, StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, open_engine
 from infinity.io.bench import BenchSession, bench_file
@@ -33,22 +34,8 @@ _PROBE_BLOCK_BYTES, _PROBE_DEPTH = 4 << 20, 64
 _PROBE_BYTES = 128 << 20  # takes a tenth of a second on a fast drive
 
 
-@dataclass(frozen=True)
-class SwapPath:
-    """A directory on a drive.
-
-    Attributes:
-        capacity_bytes: how much of it may be used; None for all free space.
-        bytes_per_s: its bandwidth, which decides its share of the work; None to measure it if needed.
-    """
-
-    path: Path
-    capacity_bytes: int | None = None
-    bytes_per_s: float | None = None
-
-
 def open_swap(
-    paths: Sequence[SwapPath],
+    paths: Sequence[NvmeConfig],
     options: IoOptions,
     backend: str = "auto",
     *,
@@ -59,6 +46,8 @@ def open_swap(
     """Open swap space on these directories, with an engine, and so a queue of `options.queue_depth`, for each drive.
 
     Args:
+        paths: a capacity of None means all free space; a bandwidth of None is measured if the paths are on several
+            drives.
         run: the run that owns the files, if they must outlive the process.
 
     Raises:
@@ -374,7 +363,7 @@ def _locate(files: Sequence[Path], extent: Extent, offset: int, nbytes: int) -> 
 # Drives #
 
 
-def _capacity(path: SwapPath, alternatives: int) -> int:
+def _capacity(path: NvmeConfig, alternatives: int) -> int:
     if path.capacity_bytes is not None:
         return path.capacity_bytes
     # With one directory, let `create` fail: it knows the total size.
@@ -386,7 +375,7 @@ def _free_bytes(directory: Path) -> int:
     return space.f_bavail * space.f_frsize
 
 
-def _weights(paths: Sequence[SwapPath], drives: Sequence[int], options: IoOptions, backend: str) -> list[float]:
+def _weights(paths: Sequence[NvmeConfig], drives: Sequence[int], options: IoOptions, backend: str) -> list[float]:
     """Return the bandwidth of every directory: as given, or measured if there is more than one drive."""
     if len(set(drives)) == 1 and all(path.bytes_per_s is None for path in paths):
         return [1.0] * len(paths)

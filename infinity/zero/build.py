@@ -39,7 +39,6 @@ from infinity.tiers import (
     Params,
     StateStore,
     StoredTensor,
-    SwapPath,
     SwapSpace,
     WeightFiles,
     open_swap,
@@ -591,9 +590,8 @@ def _open_run(plan: _Plan, facts: RunFacts) -> RunFiles | None:
 
 def _open_disk(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> SwapSpace:
     config = plan.config
-    paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in plan.sizing.rules.drives]
     swap = open_swap(
-        paths,
+        plan.sizing.rules.drives,
         _io_options(config),
         config.tiering.io_backend,
         checksum=config.tiering.checksum,
