@@ -119,7 +119,7 @@ def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -
 def _parts(plan: TrainingPlan, asked: StepWork, rates: Rates) -> dict[str, float]:
     traffic, machine, passes = plan.traffic, plan.machine, asked.passes
     saved = [sum(getattr(use, name) for use in asked.uses) for name in ("up_s", "down_s", "read_s", "write_s")]
-    up = traffic.forward.link + traffic.backward.link + traffic.link_up
+    up = traffic.link + traffic.link_up
     gathered = traffic.gathered / rates.gather_bytes_per_s if rates.gather_bytes_per_s else 0.0
     reduced = (traffic.reduced + traffic.averaged) / rates.reduce_bytes_per_s if rates.reduce_bytes_per_s else 0.0
     return {

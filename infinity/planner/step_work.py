@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from infinity.config import Config
 from infinity.planner.rates import Duplex, Rates
-from infinity.planner.traffic import written
+from infinity.planner.traffic import fetched, written
 from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Pass, Work
 from infinity.schedule import Plan
@@ -135,7 +135,7 @@ class StepWork:
 
 def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> StepWork:
     """Return the work of a step of `plan` with micro-batches of `work`, on one of the machines of these rates."""
-    sizing, schedule = plan.sizing, UpdateSchedule(plan.update_schedule)
+    sizing, schedule = plan.sizing, plan.sizing.schedule
     micro = config.gradient_accumulation_steps
     passes = 1 if sizing.layer_major else micro
     slots = plan.split.ring_bytes // plan.needs.tile_bytes
@@ -239,9 +239,7 @@ class _Seconds:
         self._up, self._down = _ways(rates.link)
         self._passes = passes
         traffic, shards = plan.traffic, plan.sizing.shards
-        self._fetched = {use.unit for use in plan.steps.steps if use.before is not None} | {
-            unit for use in plan.steps.steps for action, unit in use.actions if action == "prefetch"
-        }
+        self._fetched = set(fetched(plan.steps))
         self._written = written(plan.sizing, plan.steps)
         self._own_grads = set(plan.placement.grad_homes.own)
         self._trained = max(1, sum(unit.trainable_numel for unit in plan.sizing.partition.units))
