@@ -102,17 +102,17 @@ class DeviceMemory:
         copy, version = self._clock.start("states download", -1), states.versions.pop(start)
 
         def end() -> None:
-            target.version = version
+            target.value = version
 
         copy.end = end
         return Transfer(self._clock, copy)
 
     def upload(self, states: DeviceRoom, start: int, _: int, source: Any) -> Transfer:
         copy: Operation = self._clock.start("states upload", -1)
-        version = source.version
+        version = source.value
 
         def end() -> None:
-            if source.version != version:
+            if source.value != version:
                 violate("race", "states change while they are uploaded")
             states.versions[start] = version
 

@@ -75,7 +75,7 @@ class Config:
         schedule: when the optimizer runs.
         slots, shared_bytes: for gradients of units without memory of their own.
         keeps: each step is committed, and survives a crash.
-        images: tiles of before-images that there is room for.
+        images: tiles that the undo log has room for.
         ahead_bytes: of units that are gathered ahead, beyond the next one.
         staging_bytes: host memory that units pass through where the device has a memory of its own; 0 if it has none.
         ring: slots for tiles of optimizer states on their way.

@@ -82,9 +82,8 @@ class Performer:
             written_through=config.keeps,
         )
         self.worker = Worker(self.clock, self.states)
-        self.grads = GradMemory(self.clock, config.slots, config.shared_bytes)
+        self.grads = GradMemory(self.clock, config.units, config.slots, config.shared_bytes, self.handing_over)
         self.rows = [Row(index, each, self.grads, versions[index]) for index, each in enumerate(config.units)]
-        self.grads.rows = self.rows
         self.images = config.images
         self.staging = Staging(self.clock, config.staging_bytes)
         self.activations = Activations(self.clock, config.saved, on_drive=config.saved_on_drive)
@@ -99,7 +98,7 @@ class Performer:
             self.budget,
             partial(raise_memory, "tiering.host_memory"),
             config.slots,
-            self.grads.leased,
+            self.grads.store.leased,
             writes_all=config.keeps,
             writes_unreconstructable=config.keeps or speculative,
         )
@@ -251,8 +250,8 @@ class Performer:
             self.await_fetch(actions.AwaitFetch(row.index))  # in the device's queue
         if row.spec.beside:
             row.mem = list(row.home)
-        if row.mem != [due.target - 1] * row.spec.tiles or row.grad_host != due.grad:
-            violate("once", f"{row.name} is at {row.mem} with gradients {row.grad_host}, and {due} is due")
+        if row.mem != [due.target - 1] * row.spec.tiles or self.grads.value(row) != due.grad:
+            violate("once", f"{row.name} is at {row.mem} with gradients {self.grads.value(row)}, and {due} is due")
         row.mem = [due.target] * row.spec.tiles
         row.home = list(row.mem) if row.spec.beside else row.home
         self.states.update_there(row.index, due.states)
@@ -324,12 +323,11 @@ class Performer:
         for each in ticket.ready:
             self.clock.wait(each)
         if not ticket.keeps:
-            self.grads.used(row)
+            self.grads.store.used(self.grads.of(row))
         elif ticket.recovers:
-            self.grads.used(row)
-            row.elsewhere = True
+            self.grads.store.left(self.grads.of(row))
         else:
-            self.grads.returned(row)
+            self.grads.store.returned(self.grads.of(row))
             self.some_rest = True
         row.pins -= 1
         if row.residency is _RESIDENT and ticket.error is None:
@@ -377,7 +375,7 @@ class Performer:
         return kind
 
     def _has_images(self, row: Row, needed: int) -> bool:
-        """There is room for before-images, for which what is needed later makes way."""
+        """There is room in the undo log, for which what is needed later makes way."""
         aheads = [each.ahead for each in self.aheads if each.ahead is not None]
         later = [ahead.ticket for ahead in aheads if ahead.ticket.images and ahead.ticket.needed > needed]
         later = [each for each in later if each.row.ticket is each and not each.chosen]
@@ -461,7 +459,7 @@ class Performer:
             ahead = row.ahead
             assert ahead is not None
             updated = [tile for tile in sorted(ahead.tiles) if tile not in {left.index for left in ahead.ticket.tiles}]
-            if ahead.old_params == "states" or (row.elsewhere and grads):
+            if ahead.old_params == "states" or (self.grads.of(row).is_elsewhere and grads):
                 self.worker.between_tiles(partial(self.states.recover, row.index, updated, ahead.due.states))
             self._recover_grads(row, grads=grads)
             self.worker.between_tiles(partial(self.states.undo, row.index, sorted(ahead.tiles)))
@@ -480,17 +478,15 @@ class Performer:
                 row.stale = True
 
     def _recover_grads(self, row: Row, *, grads: bool) -> None:
-        if row.elsewhere and not grads:
-            self.grads.drop(row)
-        if not row.elsewhere:
+        if not self.grads.of(row).is_elsewhere:
             return
-        while not self.grads.open(row):
+        if not grads:
+            self.grads.drop(row)
+            return
+        assert row.ahead is not None
+        while not self.grads.restore(row, row.ahead.due.grad):
             if not self.free_gradients(row.index):
                 raise CapacityError(f"no memory is left for the gradients of {row.name}, whose update is undone")
-        assert row.ahead is not None
-        row.elsewhere = False
-        row.grad_host = row.ahead.due.grad
-        self.grads.rest(row)
         self.some_rest = True
 
     # Gradients #
@@ -516,7 +512,7 @@ _PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any], object]] = {
     actions.AwaitUpdate: Performer._await_update,
     actions.AwaitNewest: Performer._await_newest,
     actions.AwaitAnyUpdate: lambda self, _: self.finish_one() or violate("legal", "there is no update to wait for"),
-    actions.AwaitGradients: lambda self, action: self.grads.finish_moves(self.rows[action.unit]),
+    actions.AwaitGradients: lambda self, action: self.grads.store.finish_moves(self.grads.store.units[action.unit]),
     actions.Spill: lambda self, action: self.grads.spill(self.rows[action.unit]),
     actions.AwaitSpill: lambda self, action: self.grads.await_spill(self.rows[action.unit]),
 }

@@ -95,7 +95,7 @@ def planned_of(plan: TrainingPlan, config: Configuration, later: Collection[int]
     simulated = Config(
         units,
         (RankSpec(plan.params_bytes),) * ranks,
-        plan.update_schedule,
+        sizing.schedule.value,
         slots=homes.slots,
         shared_bytes=0 if homes.spilled else max(0, plan.split.grads_bytes - own_bytes),
         keeps=sizing.keeps_steps,
@@ -174,7 +174,7 @@ def _old_params(plan: TrainingPlan, *, has_slots: bool, all_stored: bool) -> str
 
 
 def _images(plan: TrainingPlan, tiles: int) -> int:
-    """How many of the tiles of all units have room for a before-image."""
+    """How many of the tiles of all units have room in the undo log."""
     needs, split = plan.needs, plan.split
     return split.images_bytes * tiles // needs.images_bytes if needs.images_bytes else 0
 

@@ -65,16 +65,12 @@ class Row(UnitState):
         on_device: the optimizer states are on the device, and so are the gradients.
         writing: the last write of all that differs at home.
         computing: a module computes on the unit now.
-        grad_host, grad_drive: the gradients in memory and on the drive.
-        streams_in: gradients come from the device: more may follow, or none; None if nothing comes.
         staged, host_pins: it has host memory that it passes through, and who needs that.
         upload: its values on their way from there.
-        elsewhere: the optimizer states tell the gradients, which are nowhere else.
     """
 
     updates = 0
     residency = Residency.RESIDENT
-    gradients = State.ABSENT
     stale = False
     fetch: Operation | None = None
     readers = home_readers = home_writers = 0
@@ -89,12 +85,6 @@ class Row(UnitState):
     begun: frozenset[int] | None
     ticket: Ticket | None
     ahead: Ahead | None
-    grad_host: Gradient | None = None
-    grad_drive: Gradient | None = None
-    grad_pins = 0
-    slot: int | None = None
-    streams_in: bool | None = None
-    elsewhere = False
 
     def __init__(self, index: int, spec: UnitSpec, memory: GradMemory, version: int) -> None:
         super().__init__(index, f"u{index}", spec.nbytes, moves=spec.moves, spills=spec.grads == "slot")
@@ -104,7 +94,6 @@ class Row(UnitState):
         self.wanted = version
         self.mem, self.home = [version] * spec.tiles, [version] * spec.tiles
         self.kept, self.protected = [NOTHING] * spec.tiles, [NOTHING] * spec.tiles
-        self.grad_moves: list[Operation] = []
         self.on_device = spec.on_device
 
     # What the scheduler sees #
@@ -114,8 +103,12 @@ class Row(UnitState):
         return self.pins > 0
 
     @property
+    def gradients(self) -> State:
+        return self.memory.state(self)
+
+    @property
     def gradients_are_used(self) -> bool:
-        return self.grad_pins > 0
+        return self.memory.of(self).host.pins > 0
 
     @property
     def gradients_have_room(self) -> bool:

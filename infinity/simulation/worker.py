@@ -27,7 +27,7 @@ class Ticket:
         keeps: its gradients may be of use again.
         logs: its old states may be, too: nobody has decided on it yet.
         recovers: both slots of the states tell the gradients, so that their memory serves others.
-        images: of room for before-images that it takes.
+        images: tiles of the undo log that it takes.
         chosen: the worker is at it, or has been.
     """
 
@@ -177,8 +177,9 @@ class Worker:
         row, tile = ticket.row, ticket.tiles[0].index
         if row.computing:
             violate("race", f"{row.name} is updated while a module computes on it")
-        if row.gradients_are_used is False or row.grad_host != ticket.due.grad:
-            violate("once", f"{row.name} is updated with gradients {row.grad_host}, and {ticket.due.grad} are due")
+        found = row.memory.value(row)
+        if row.gradients_are_used is False or found != ticket.due.grad:
+            violate("once", f"{row.name} is updated with gradients {found}, and {ticket.due.grad} are due")
         if row.mem[tile] != ticket.due.target - 1:
             violate("once", f"tile {tile} of {row.name} is at {row.mem[tile]}, and becomes {ticket.due.target}")
 
