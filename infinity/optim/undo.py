@@ -1,7 +1,7 @@
 """Rollback of updates: old values are kept in the undo log, or reconstructed from the states.
 
 A tile on NVMe has its old version in the other slot (tiers/slots.py), a tile in memory has a second place
-(before_images.py). Its gradients and parameters can be reconstructed from both versions of its states, see
+(undo_log.py). Its gradients and parameters can be reconstructed from both versions of its states, see
 [Note: lost gradients] in csrc/adam/recovery.h, except a few elements, which are kept (`Remainder`).
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from infinity.kernels import Lost, Rule
-from infinity.optim.before_images import BeforeImages, Image, Room, image_bytes
 from infinity.optim.formats import StateLayout, can_recover, can_recover_param, recover
 from infinity.optim.jobs import Segment, UpdateTicket, parts_of
 from infinity.optim.tile_fields import TileFields
+from infinity.optim.undo_log import Image, Room, UndoLog, image_bytes
 from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
 from infinity.tiers.states import StateStore, Tile
@@ -44,7 +44,7 @@ class Undo:
         fields: TileFields,
         ring: Ring,
         slots: int,
-        images: BeforeImages,
+        images: UndoLog,
     ) -> None:
         self._layout = layout
         self._states = states

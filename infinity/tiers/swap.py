@@ -20,7 +20,7 @@ from infinity.errors import CheckpointError, InfinityError, StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, open_engine
 from infinity.io.bench import BenchSession, bench_file
 from infinity.io.interface import together
-from infinity.memory import Arena
+from infinity.memory import Arena, aligned
 from infinity.tiers.checksums import Checksums, check_available
 from infinity.tiers.records import Generation
 from infinity.tiers.run_files import RunFiles
@@ -29,7 +29,6 @@ from infinity.tiers.striping import Piece, Stripe, Striping
 from infinity.tiers.swap_file import OwnedFile, adopt_owned, create_owned, remove_stale
 
 _log = logging.getLogger(__name__)
-ALIGN_BYTES = 4096
 _PROBE_BLOCK_BYTES, _PROBE_DEPTH = 4 << 20, 64
 _PROBE_BYTES = 128 << 20  # takes a tenth of a second on a fast drive
 
@@ -145,7 +144,7 @@ class SwapSpace:
 
     def reserve(self, nbytes: int) -> Extent:
         """Reserve an aligned extent. Raises StorageError if no directory has room for it within its capacity."""
-        nbytes = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        nbytes = aligned(nbytes)
         extent = Extent(self._striping.reserve(nbytes), nbytes)
         if self._checksums is not None:
             self._checksums[extent] = Checksums()
@@ -269,9 +268,7 @@ class SwapSpace:
             try:
                 self.flush(owned.descriptor)
             except OSError as error:
-                raise StorageError(
-                    error.errno or errno.EIO, "cannot flush what a step has written", str(owned.path), 0
-                ) from error
+                raise StorageError.of(error, "cannot flush what a step has written", owned.path) from error
 
     # A run that outlives the process #
 

@@ -18,9 +18,9 @@ from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
 from infinity.kernels import cpus_near, share_threads
 from infinity.memory import Arena, Lease, Ledger, Level
-from infinity.optim.before_images import BeforeImages
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.undo_log import UndoLog
 from infinity.schedule import Cycle, MemorySplit, split_memory
 from infinity.schedule.on_device import addresses_stay
 from infinity.schedule.placement import Placement, place, summed_once
@@ -332,7 +332,7 @@ class _Held:
     grads_there: DeviceGrads | None
     sums: DeviceSums
     files: WeightFiles
-    images: BeforeImages | None
+    images: UndoLog | None
 
 
 def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
@@ -503,11 +503,11 @@ def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
         )
 
 
-def _room_for_images(plan: _Plan, undo: ExitStack) -> BeforeImages | None:
+def _room_for_images(plan: _Plan, undo: ExitStack) -> UndoLog | None:
     """Allocate the undo log, if it has any room."""
     if not plan.split.images_bytes:
         return None
-    images = undo.enter_context(closing(BeforeImages(plan.split.images_bytes)))
+    images = undo.enter_context(closing(UndoLog(plan.split.images_bytes)))
     plan.host.count("what updates ahead replace", images.arena)
     return images
 

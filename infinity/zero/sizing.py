@@ -13,9 +13,9 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.kernels import Hyper
-from infinity.optim.before_images import image_bytes
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, can_recover, can_recover_param, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
+from infinity.optim.undo_log import image_bytes
 from infinity.schedule import MemoryNeeds
 from infinity.schedule.on_device import as_far_as_fits, promotion_order
 from infinity.schedule.placement import (
