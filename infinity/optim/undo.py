@@ -57,7 +57,7 @@ class Undo:
 
     # Called by the compute thread, before and after the update #
 
-    def has_slots(self, unit: int) -> bool:
+    def keeps_all(self, unit: int) -> bool:
         """Whether an update that is submitted now would keep all old states of the unit in other slots."""
         return all(map(self._states.can_undo, self._states.tiles(unit)))
 

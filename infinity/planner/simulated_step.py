@@ -521,7 +521,7 @@ class Stage:
 
     def _may_run_ahead(self, work: UnitWork) -> bool:
         """Whether the undo log is large enough for the unit, or not needed for it."""
-        return self._work.speculates and (work.slotted > 0 or work.undo_bytes <= self._work.undo_bytes)
+        return self._work.speculates and (work.unlogged > 0 or work.undo_bytes <= self._work.undo_bytes)
 
     def _keep_old(self, row: _Unit, needed: int) -> int:
         """Take room in the undo log, as the engine does (`InFlight.can_run_ahead`). Return how many of the unit's tiles
@@ -531,7 +531,7 @@ class Stage:
         later = [(ticket.needed, each) for each, ticket in tickets.items() if not ticket.chosen]
         later = sorted((pair for pair in later if pair[0] > needed), key=itemgetter(0))
         if nbytes > self._undo_free_bytes + sum(each.kept_bytes for _, each in later):
-            return row.work.slotted
+            return row.work.unlogged
         while nbytes > self._undo_free_bytes:
             self._withdraw(later.pop()[1])
         row.kept_bytes = nbytes

@@ -239,4 +239,4 @@ def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:
         homes = zip(sizing.specs, placement.params, strict=True)
         stored = [spec.shard_nbytes for spec, home in homes if home is Memory.NVME]
         lasting = [placement.stored_bytes - spilled, *stored]
-    return spilled + (2 if sizing.has_slots else 1) * sum(map(aligned, lasting))
+    return spilled + (2 if sizing.is_double_buffered else 1) * sum(map(aligned, lasting))

@@ -23,7 +23,7 @@ class UnitSpec:
         grads: where its gradients have memory: "own", a "slot", or "shared" bytes; "" if it is frozen.
         on_device: its optimizer states are where the model computes.
         old_params: where a speculative update keeps what it replaces: "slots", "states", "images" or "" (nowhere).
-        has_slots: the drive has two of each tile.
+        is_double_buffered: the drive has two of each tile.
         ahead: tiles that a speculative update can undo.
         recovers: its gradients can be recovered from the optimizer states.
         made: its first values are made in memory.
@@ -42,7 +42,7 @@ class UnitSpec:
     grad_bytes: int = 1
     on_device: bool = False
     old_params: str = ""
-    has_slots: bool = False
+    is_double_buffered: bool = False
     ahead: int = 1
     recovers: bool = False
     made: bool = False

@@ -78,7 +78,7 @@ class Performer:
             config.units,
             config.ring,
             self.device,
-            slotted=speculative or config.keeps,
+            double_buffered=speculative or config.keeps,
             written_through=config.keeps,
         )
         self.worker = Worker(self.clock, self.states)
@@ -354,7 +354,7 @@ class Performer:
             self._run_ahead(row, foreseen, tiles, kind, action.needed)
 
     def _run_ahead(self, row: Row, foreseen: Due, tiles: list[int], kind: str, needed: int) -> None:
-        whole = len(tiles) == row.spec.tiles and self.states.has_slots(row.index)
+        whole = len(tiles) == row.spec.tiles and self.states.keeps_all(row.index)
         ticket = self._hand_over(row, foreseen, tiles, needed, write=kind == "slots")
         ticket.keeps = ticket.logs = True
         ticket.recovers = kind != "images" and row.spec.recovers and row.spills and whole
@@ -367,9 +367,9 @@ class Performer:
     def _old_params(self, row: Row, *, write: bool) -> str:
         """Where a speculative update keeps what it replaces; better in slots if it is to be written anyway."""
         kind = row.spec.old_params
-        if kind == "states" and not self.states.has_slots(row.index):
+        if kind == "states" and not self.states.keeps_all(row.index):
             return ""
-        if kind == "slots" or (kind == "states" and write and row.spec.has_slots):
+        if kind == "slots" or (kind == "states" and write and row.spec.is_double_buffered):
             has_both = row.home == row.mem == row.protected
             return "slots" if has_both else kind.replace("slots", "")
         return kind

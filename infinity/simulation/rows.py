@@ -123,7 +123,7 @@ class Row(UnitState):
     @property
     def is_written_home(self) -> bool:
         """A drive has a place for the values."""
-        return (self.moves and not self.spec.host) or self.spec.has_slots
+        return (self.moves and not self.spec.host) or self.spec.is_double_buffered
 
     def put(self, values: list[int]) -> None:
         """Change the values where they are in memory."""
@@ -159,7 +159,7 @@ class Row(UnitState):
             violate("race", f"the home of {self.name} is written while it is read")
         self.home_writers += 1
         self.readers += 1
-        beside = self.home[tile] == self.protected[tile] and self.spec.has_slots
+        beside = self.home[tile] == self.protected[tile] and self.spec.is_double_buffered
         (self.kept if beside else self.home)[tile] = TORN
         return beside
 

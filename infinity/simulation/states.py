@@ -32,7 +32,7 @@ class States:
     Args:
         slots: of the ring.
         device: memory of states on the device.
-        slotted: a tile on the drive has two places there.
+        double_buffered: a tile on the drive has two places there.
         written_through: each tile has.
 
     Attributes:
@@ -47,7 +47,7 @@ class States:
         slots: int,
         device: DeviceMemory,
         *,
-        slotted: bool,
+        double_buffered: bool,
         written_through: bool,
     ) -> None:
         self._drive = Drive(clock, read="states read", write="states write")
@@ -61,7 +61,7 @@ class States:
             counters=cast(Any, SimpleNamespace(moved=lambda *_, **__: None)),
             device=cast(Any, device),
             written_through=written_through,
-            slotted=slotted,
+            double_buffered=double_buffered,
         )
         self._slots = slots
         waits: Any = SimpleNamespace(waiting=lambda _: nullcontext())
@@ -76,7 +76,7 @@ class States:
                 self._versions_there(tile.unit)[tile.start] = 0
         device.is_filling = True
 
-    def has_slots(self, unit: int) -> bool:
+    def keeps_all(self, unit: int) -> bool:
         """An update that is submitted now would keep all old states of the unit on the drive."""
         return all(map(self.store.can_undo, self.store.tiles(unit)))
 

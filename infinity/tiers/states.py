@@ -110,7 +110,7 @@ class StateStore:
         homes: home of each tile, in the order of the units.
         device: memory of tiles on the device; None if no tile can be on it.
         written_through: whether every tile, also one in memory, is double-buffered on NVMe.
-        slotted: whether tiles whose home is NVMe are double-buffered.
+        double_buffered: whether tiles whose home is NVMe are double-buffered.
 
     Attributes:
         units: by index.
@@ -128,10 +128,10 @@ class StateStore:
         counters: Counters,
         device: DeviceStates | None = None,
         written_through: bool = False,
-        slotted: bool = False,
+        double_buffered: bool = False,
     ) -> None:
         self._written_through = written_through
-        self._slotted = slotted
+        self._double_buffered = double_buffered
         self._arena = arena
         self._swap = swap
         self._counters = counters
@@ -151,7 +151,7 @@ class StateStore:
                 self.make_room_there(unit)
 
     def _reserve(self, home: Memory, nbytes: int) -> Extent | SlotExtent | None:
-        if self._written_through or (self._slotted and home is Memory.NVME):
+        if self._written_through or (self._double_buffered and home is Memory.NVME):
             return self._swap.reserve_slots(nbytes, (0, nbytes))
         return self._swap.reserve(nbytes) if home is Memory.NVME else None
 

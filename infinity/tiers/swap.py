@@ -196,7 +196,7 @@ class SwapSpace:
             raise
 
     @property
-    def _slotted_by(self) -> str:
+    def _double_buffered_by(self) -> str:
         speculative = 'the update schedule "speculative" (see tiering.update_schedule, "deferred" needs one)'
         return speculative if self.run is None else "tiering.crash_consistent"
 
@@ -204,7 +204,7 @@ class SwapSpace:
         """Return the error with a cause that users may not expect."""
         return StorageError(
             error.errno or errno.ENOSPC,
-            f"{error.strerror}; {self._slotted_by} keeps two slots of what a step writes "
+            f"{error.strerror}; {self._double_buffered_by} keeps two slots of what a step writes "
             f"({self.slots.nbytes} bytes so far, of rank {self._rank}), without it half of that is enough",
             str(error.filename),
             error.offset,

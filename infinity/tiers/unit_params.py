@@ -356,14 +356,14 @@ class UnitParams:
     # Double-buffered units #
 
     @property
-    def has_slots(self) -> bool:
+    def is_double_buffered(self) -> bool:
         """Whether the unit is double-buffered, so that a change can be rolled back."""
         return isinstance(self._extent, SlotExtent)
 
     def can_undo(self) -> bool:
         """Whether a change that is written to NVMe would keep the present values in the other slot."""
-        slotted = isinstance(self._extent, SlotExtent) and self._by.swap.slots.keeps(self._extent)
-        return slotted and self.home is not Memory.DEVICE and self.field.is_newest(Memory.NVME)
+        keeps = isinstance(self._extent, SlotExtent) and self._by.swap.slots.keeps(self._extent)
+        return keeps and self.home is not Memory.DEVICE and self.field.is_newest(Memory.NVME)
 
     def can_put_back(self) -> bool:
         """Whether the values can be changed at any time without reading or writing a file."""

@@ -370,7 +370,7 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
         counters=memory.counters,
         device=DeviceStates(plan.link, sizing.layout) if sizing.there or sizing.may_come else None,
         written_through=plan.config.tiering.crash_consistent,
-        slotted=sizing.has_slots,
+        double_buffered=sizing.is_double_buffered,
     )
 
 
@@ -390,7 +390,7 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
         files=files,
         device=apart,
         written_through=plan.config.tiering.crash_consistent,
-        slotted=sizing.tile_numel if sizing.has_slots else 0,
+        double_buffered_numel=sizing.tile_numel if sizing.is_double_buffered else 0,
     )
     undo.callback(params.close)
     images = _room_for_images(plan, undo)
@@ -492,7 +492,7 @@ def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
     """Warn if no update can be speculative although the configuration asks for it."""
     if (
         plan.config.tiering.update_schedule == "speculative"
-        and not any(unit.has_slots for unit in held.params.units)
+        and not any(unit.is_double_buffered for unit in held.params.units)
         and held.images is None
         and not plan.sizing.rules.grads.recovers
     ):

@@ -230,11 +230,11 @@ class InFlight:
         can_undo, can_put_back = params.can_undo(), params.can_put_back()
         if can_undo and write:
             return OldParams.SLOTS
-        may_be_told = can_put_back or (params.has_slots and not self._params.keeps_steps)
+        may_be_told = can_put_back or (params.is_double_buffered and not self._params.keeps_steps)
         if (
             may_be_told
             and undoing.can_recover_param(foreseen.segments, self._grads.dtype)
-            and undoing.has_slots(each.index)
+            and undoing.keeps_all(each.index)
         ):
             return OldParams.STATES
         if can_undo:

@@ -111,7 +111,7 @@ SEEDS = {
 }
 
 _BLOCK = UnitSpec(1)
-_KEPT, _THREE = UnitSpec(1, tiles=3, has_slots=True), Pass(((0,), (1,), (2,)))
+_KEPT, _THREE = UnitSpec(1, tiles=3, is_double_buffered=True), Pass(((0,), (1,), (2,)))
 _FOUR = Pass(((0,), (1,), (2,), (3,)))
 _LONG = replace(_FOUR, elements=12)
 # States come to the device, have an update there, and go back when a longer batch finds no memory.
