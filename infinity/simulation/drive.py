@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from infinity.io import Priority, Span
-from infinity.simulation.clock import Clock, Transfer
+from infinity.simulation.clock import Clock, Operation, Transfer
 from infinity.simulation.invariants import violate
 from infinity.tiers.slots import Extent, Part, SlotExtent, Slots
 
@@ -73,16 +73,14 @@ class Drive:
         if isinstance(extent, SlotExtent):
             return self.read_parts(extent.parts(extent.newest, span, 0), priority)
         at, memory = self._at(extent), cast(Memory, span.owner)
-        read = self._clock.start(self._read, self._unit(at))
         memory.value = TORN
 
-        def end() -> None:
+        def end(read: Operation) -> None:
             if self._values[at] == TORN:
                 violate("race", f"a {self._read} reads what is being written")
             memory.value = TORN if read.failed else self._values[at]
 
-        read.end = end
-        return Transfer(self._clock, read)
+        return Transfer(self._clock, self._clock.start(self._read, self._unit(at), end))
 
     def read_parts(self, parts: Sequence[Part], priority: Priority) -> Transfer:
         (part,) = parts
@@ -93,13 +91,11 @@ class Drive:
             (part,) = self.slots.to_write(extent, span, 0)
             return self.write(part.extent, span)
         at, memory = self._at(extent), cast(Memory, span.owner)
-        write = self._clock.start(self._write, self._unit(at))
         value, self._values[at] = memory.value, TORN
 
-        def end() -> None:
+        def end(write: Operation) -> None:
             if memory.value != value:
                 violate("race", f"memory changes during a {self._write}")
             self._values[at] = TORN if write.failed else value
 
-        write.end = end
-        return Transfer(self._clock, write)
+        return Transfer(self._clock, self._clock.start(self._write, self._unit(at), end))

@@ -48,13 +48,10 @@ class _Norms:
         self._clock = clock
 
     def bring(self, unit: int, gradients: _Gradients, into: Memory) -> Transfer:
-        download, step = self._clock.start("download", unit), gradients.value[0]
+        def end(_: Operation) -> None:
+            into.value = max(into.value or (gradients.value[0], 0), gradients.value)
 
-        def end() -> None:
-            into.value = max(into.value or (step, 0), gradients.value)
-
-        download.end = end
-        return Transfer(self._clock, download)
+        return Transfer(self._clock, self._clock.start("download", unit, end))
 
 
 class GradMemory:

@@ -140,9 +140,8 @@ class Row(UnitState):
     def write_home(self, clock: Clock, versions: dict[int, int]) -> Operation:
         """Start to write tiles of these versions to the drive."""
         beside = {tile: self.begin_write_home(tile) for tile in versions}
-        write = clock.start("write", self.index)
 
-        def end() -> None:
+        def end(write: Operation) -> None:
             self.home_writers -= len(versions)
             self.readers -= len(versions)
             for tile, version in versions.items() if not write.failed else ():
@@ -150,8 +149,7 @@ class Row(UnitState):
                     self.kept[tile] = self.home[tile]
                 self.home[tile] = version
 
-        write.end = end
-        return write
+        return clock.start("write", self.index, end)
 
     def begin_write_home(self, tile: int) -> bool:
         """A tile is being written to the drive; whether that is to the other slot."""
@@ -170,11 +168,9 @@ class Row(UnitState):
         if any(version < 0 for version in self.home):
             violate("lost", f"the home of {self.name} has {self.home}")
         self.home_readers += 1
-        read = clock.start("copy" if self.spec.host else "fetch", self.index)
 
-        def end() -> None:
+        def end(read: Operation) -> None:
             self.home_readers -= 1
             self.mem = self.mem if read.failed else list(self.home)
 
-        read.end = end
-        return read
+        return clock.start("copy" if self.spec.host else "fetch", self.index, end)

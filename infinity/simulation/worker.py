@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from infinity.errors import InfinityError, StorageError
 from infinity.optim.reading import Reading
@@ -126,7 +127,7 @@ class Worker:
             self._wakes = True
             self._clock.start("pick", -1, self._pick)
 
-    def _pick(self) -> None:
+    def _pick(self, _: Operation | None = None) -> None:
         """What the engine's worker does between two tiles."""
         self._wakes = True  # as long as it waits for the drive
         self.states.ring.reap()
@@ -167,8 +168,7 @@ class Worker:
                 self._finish(ticket, error)
                 return
             ticket.row.updating_tile = ticket.tiles[0].index
-            tile = self._clock.start("update", ticket.unit)
-            tile.end = lambda: self._updated(ticket, tile)
+            self._clock.start("update", ticket.unit, partial(self._updated, ticket))
         else:
             self._finish(ticket)
 
