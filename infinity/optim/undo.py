@@ -77,13 +77,13 @@ class Undo:
         return undoable if not param or len(undoable) == len(tiles) else frozenset()
 
     def _can_undo(self, tile: Tile, room: Room, *, param: bool) -> bool:
-        fields = not self._states.can_undo(tile)
-        if fields and not tile.is_in_memory_alone:
-            return False
-        return room.draw([*([tile.nbytes] if fields else []), *([self._param_bytes(tile)] if param else [])])
+        image = self._image(tile, param=param)
+        return (tile.is_in_memory_alone or not image.fields_bytes) and room.draw(image.sizes)
 
-    def _param_bytes(self, tile: Tile) -> int:
-        return image_bytes(self._layout, tile.numel) - tile.nbytes
+    def _image(self, tile: Tile, *, param: bool) -> Image:
+        """Return the part of the undo log for an update of the tile that is submitted now."""
+        param_bytes = image_bytes(self._layout, tile.numel) - tile.nbytes
+        return Image(0 if self._states.can_undo(tile) else tile.nbytes, param_bytes if param else 0)
 
     def can_recover(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
         """Whether a rollback can reconstruct gradients of this dtype, so that they need not be kept."""
@@ -99,11 +99,8 @@ class Undo:
 
         Tiles that need no image are omitted. Pairs with `forget_before`.
         """
-        images = {}
-        for tile in self._states.tiles(unit):
-            fields = not self._states.can_undo(tile)
-            if tile.index in tiles and (param or fields):
-                images[tile.index] = Image(tile.nbytes if fields else 0, self._param_bytes(tile) if param else 0)
+        updated = [tile for tile in self._states.tiles(unit) if tile.index in tiles]
+        images = {tile.index: image for tile in updated if (image := self._image(tile, param=param)).sizes}
         with self._lock:
             for image in images.values():
                 self.images.promise(image)

@@ -14,7 +14,7 @@ from infinity.errors import InfinityError
 from infinity.io import Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers.copies import Copy, Field, Memory, State, Transfer
+from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
 from infinity.tiers.device_states import DeviceStates, Fields
 from infinity.tiers.slots import Extent, SlotExtent
 from infinity.tiers.swap import SwapSpace
@@ -176,12 +176,15 @@ class StateStore:
             raise InfinityError(f"{tile.name} is lost: an update or a write of it has failed")
         if tile.home is Memory.DEVICE:
             self._download(tile, slot)
-            return
+        else:
+            self._read_nvme(tile, slot, priority)
+
+    def _read_nvme(self, tile: Tile, slot: Lease, priority: Priority) -> Move:
         assert tile.extent is not None
         read = self._swap.read(tile.extent, slot.span(0, tile.nbytes), priority=priority)
         tile.lease = slot
-        tile.begin_move(Memory.NVME, Memory.HOST, read, StallCause.DISK_READ)
         self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
+        return tile.begin_move(Memory.NVME, Memory.HOST, read, StallCause.DISK_READ)
 
     def write(self, tile: Tile) -> Transfer:
         """Start writing a tile from its host memory, a slot or its home."""
@@ -233,11 +236,8 @@ class StateStore:
                 self._read_home(tile)
 
     def _read_home(self, tile: Tile) -> None:
-        assert tile.extent is not None
         assert tile.lease is not None
-        read = self._swap.read(tile.extent, tile.lease.span(0, tile.nbytes), priority=Priority.DEMAND)
-        self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
-        tile.finish_move(tile.begin_move(Memory.NVME, Memory.HOST, read, StallCause.DISK_READ))
+        tile.finish_move(self._read_nvme(tile, tile.lease, Priority.DEMAND))
 
     # The device #
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import disk_usage
 
 import torch
 
@@ -128,7 +129,7 @@ class SwapSpace:
         free_bytes: dict[int, int] = {}
         for stripe in self._stripes:
             with suppress(OSError):  # a missing directory has no free space
-                free_bytes[stripe.path.stat().st_dev] = _free_bytes(stripe.path)
+                free_bytes[stripe.path.stat().st_dev] = disk_usage(stripe.path).free
         limits = sum(stripe.capacity_bytes for stripe in self._stripes)
         return min(limits, self.size_bytes + sum(free_bytes.values()))
 
@@ -364,12 +365,7 @@ def _capacity(path: NvmeConfig, alternatives: int) -> int:
     if path.capacity_bytes is not None:
         return path.capacity_bytes
     # With one directory, let `create` fail: it knows the total size.
-    return _free_bytes(path.path) if alternatives > 1 else sys.maxsize
-
-
-def _free_bytes(directory: Path) -> int:
-    space = os.statvfs(directory)
-    return space.f_bavail * space.f_frsize
+    return disk_usage(path.path).free if alternatives > 1 else sys.maxsize
 
 
 def _weights(paths: Sequence[NvmeConfig], drives: Sequence[int], options: IoOptions, backend: str) -> list[float]:
@@ -393,7 +389,7 @@ def _measure(directory: Path, options: IoOptions, backend: str) -> float:
         block_size_bytes=min(options.block_size_bytes, _PROBE_BLOCK_BYTES),
         queue_depth=min(options.queue_depth, _PROBE_DEPTH),
     )
-    size = max(16 * options.block_size_bytes, min(_PROBE_BYTES, _free_bytes(directory) // 8))
+    size = max(16 * options.block_size_bytes, min(_PROBE_BYTES, disk_usage(directory).free // 8))
     arena = Arena(4 * options.block_size_bytes * options.queue_depth)
     try:
         with arena.lease(arena.capacity_bytes) as lease, bench_file(directory, size) as file:

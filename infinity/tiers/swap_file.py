@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from shutil import disk_usage
 from types import FrameType
 
 from infinity.errors import StorageError
@@ -275,10 +276,9 @@ _without_locks: set[Path] = set()
 
 def _free(directory: Path) -> int | str:
     try:
-        space = os.statvfs(directory)
+        return disk_usage(directory).free
     except OSError:
         return "an unknown number of"
-    return space.f_bavail * space.f_frsize
 
 
 # SIGTERM ends a Python process without its exit handlers, so the swap files would stay. If the application has not
