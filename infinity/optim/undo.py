@@ -30,7 +30,7 @@ class Undo:
     """Keeps the old values of updates, and restores them.
 
     Attributes:
-        images: memory of the undo log; closed with the pipeline.
+        log: the memory of the undo log; closed with the pipeline.
 
     Args:
         ring: of the worker; a few slots are free between two tiles.
@@ -44,14 +44,14 @@ class Undo:
         fields: TileFields,
         ring: Ring,
         slots: int,
-        images: UndoLog,
+        log: UndoLog,
     ) -> None:
         self._layout = layout
         self._states = states
         self._fields = fields
         self._ring = ring
         self._recovers = slots >= _RECOVERING_SLOTS
-        self.images = images
+        self.log = log
         self._lost_params = 0  # of updates that may be rolled back
         self._lock = threading.Lock()  # the worker adds values, the compute thread removes them
 
@@ -72,7 +72,7 @@ class Undo:
         """
         tiles = self._states.tiles(unit)
         with self._lock:
-            room = self.images.room(image for ticket in without for image in ticket.job.before.values())
+            room = self.log.room(image for ticket in without for image in ticket.job.before.values())
             undoable = frozenset(tile.index for tile in tiles if self._can_undo(tile, room, param=param))
         return undoable if not param or len(undoable) == len(tiles) else frozenset()
 
@@ -103,7 +103,7 @@ class Undo:
         images = {tile.index: image for tile in updated if (image := self._image(tile, param=param)).sizes}
         with self._lock:
             for image in images.values():
-                self.images.promise(image)
+                self.log.promise(image)
         return images
 
     def forget_before(self, ticket: UpdateTicket) -> None:
@@ -113,7 +113,7 @@ class Undo:
             self._lost_params -= ticket.remainder.forget_params()
             for index, image in ticket.job.before.items():
                 if ticket.under_way is None or ticket.under_way.index != index:  # the worker frees that one
-                    self.images.give_back(image)
+                    self.log.give_back(image)
 
     @staticmethod
     def params_before(ticket: UpdateTicket) -> Iterator[tuple[int, torch.Tensor]]:
@@ -133,7 +133,7 @@ class Undo:
         with self._lock:
             image = ticket.job.before.get(tile.index) if ticket.keeps else None
             if image is not None:
-                self.images.take(image)
+                self.log.take(image)
                 ticket.under_way = tile
         return image
 
@@ -146,7 +146,7 @@ class Undo:
             if ticket.keeps:
                 ticket.kept.append(tile)
             else:
-                self.images.give_back(image)
+                self.log.give_back(image)
 
     def note_lost(self, ticket: UpdateTicket, start: int, lost: Lost) -> None:
         """Keep the elements, counted from `start`, that cannot be reconstructed from the states."""
@@ -207,4 +207,4 @@ class Undo:
             self._ring.let_go(tile)
 
     def close(self) -> None:
-        self.images.close()
+        self.log.close()
