@@ -251,7 +251,7 @@ def measured_rates(case: Case, plan: TrainingPlan, nvme: Path, ranks: Ranks) -> 
         of_ranks = contention_of_ranks(ranks, 4 << 20, 0.5, computes_here=True)
         found[1] = with_those_of_ranks(found[1], of_ranks)
     profile["drives"], profile["contention"] = found
-    rates = rates_of(profile, dtype=str(dtype).removeprefix("torch."), state_format=plan.state_format)
+    rates = rates_of(profile, dtype=str(dtype).removeprefix("torch."), state_format=plan.sizing.layout.format)
     # They were measured by each rank on a core of its own, where a profile is of all cores together.
     speed = case.ranks
     by_layout = {name: tuple((rows, speed * rate) for rows, rate in known) for name, known in rates.products.items()}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from errno import EIO
+from pathlib import Path
+
 
 class InfinityError(Exception):
     """Base of every error that infinity raises on purpose; its message tells the next step."""
@@ -47,6 +50,11 @@ class StorageError(InfinityError, OSError):
     def __init__(self, errno: int, message: str, path: str, offset: int | None) -> None:
         OSError.__init__(self, errno, message, path)
         self.offset = offset
+
+    @classmethod
+    def of(cls, error: OSError, message: str, path: Path, offset: int | None = 0) -> StorageError:
+        """Return the error for a system call that failed, with its number."""
+        return cls(error.errno or EIO, message, str(path), offset)
 
     def __str__(self) -> str:
         where = "" if self.offset is None else f" at offset {self.offset}"

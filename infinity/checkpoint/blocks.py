@@ -21,11 +21,10 @@ import torch
 
 from infinity.errors import InfinityError, StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, Priority, open_engine
-from infinity.memory import Arena, Lease
+from infinity.memory import ALIGN_BYTES, Arena, Lease
 
 Result = TypeVar("Result")
 
-ALIGN_BYTES = 4096
 _BUFFER_BYTES = 4 << 20
 _BUFFERS = 4  # one filled, the others written
 _OPTIONS = IoOptions(block_size_bytes=1 << 20, queue_depth=16, threads=4)

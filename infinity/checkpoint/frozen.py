@@ -12,9 +12,10 @@ from threading import Event
 
 import torch
 
-from infinity.checkpoint.blocks import ALIGN_BYTES, Staging, submit
+from infinity.checkpoint.blocks import Staging, submit
 from infinity.checkpoint.shards import Shard, WrittenPart, trained_numel, units_to_write
 from infinity.errors import CheckpointError
+from infinity.memory import ALIGN_BYTES
 from infinity.tiers import FrozenReader
 from infinity.zero.build import Runtime
 

@@ -125,7 +125,7 @@ def _step_facts(step: StepTime, rated_bytes: int | None) -> dict[str, Any]:
 def _print_sizes(plan: TrainingPlan) -> None:
     coming = sum(unit.offloaded for unit in plan.units)
     print(f"parameters      {plan.params:,} in {len(plan.units)} units, of which {coming} come and go")
-    print(f"state format    {plan.state_format}; updates: {plan.update_schedule}")
+    print(f"state format    {plan.sizing.layout.format}; updates: {plan.sizing.schedule.value}")
     print(
         f"host memory     {format_size(plan.host_bytes)} (at least {format_size(plan.needs.least_bytes)}, "
         f"at most {format_size(plan.needs.most_bytes)} is of use)"
@@ -135,7 +135,7 @@ def _print_sizes(plan: TrainingPlan) -> None:
     print(f"  states kept   {format_size(plan.split.states_bytes)}")
     print(f"  tile ring     {format_size(plan.split.ring_bytes)}")
     if plan.split.images_bytes:
-        print(f"  before-images {format_size(plan.split.images_bytes)}")
+        print(f"  undo log      {format_size(plan.split.images_bytes)}")
     print(f"  always there  {format_size(plan.needs.always_bytes)}")
     there = plan.updated_on_device
     if there:

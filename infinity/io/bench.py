@@ -93,7 +93,7 @@ def bench_file(directory: Path, size_bytes: int) -> Iterator[Path]:
     try:
         space = os.fstatvfs(descriptor)
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, "cannot use this path", str(directory), None) from error
+        raise StorageError.of(error, "cannot use this path", directory, None) from error
     finally:
         os.close(descriptor)
     free = space.f_bavail * space.f_frsize

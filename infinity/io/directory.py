@@ -39,11 +39,8 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False, lastin
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise StorageError(
-            error.errno or errno.EIO,
-            f"cannot use this {kind}{', nor create it' if make else ''} ({reason})",
-            str(path),
-            None,
+        raise StorageError.of(
+            error, f"cannot use this {kind}{', nor create it' if make else ''} ({reason})", path, None
         ) from error
     try:
         problem = _renaming(os.fstat(descriptor), lasting=lasting)
@@ -150,4 +147,4 @@ def reserve(descriptor: int, nbytes: int, path: Path) -> None:
         if nbytes:
             os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot reserve {nbytes} bytes", str(path), 0) from error
+        raise StorageError.of(error, f"cannot reserve {nbytes} bytes", path) from error

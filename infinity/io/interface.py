@@ -207,7 +207,7 @@ class IoEngine(ABC):
         try:
             return self._open(path if descriptor is None else reopened(descriptor), read_only, path)
         except OSError as error:
-            raise StorageError(error.errno or errno.EIO, "cannot open", str(path), 0) from error
+            raise StorageError.of(error, "cannot open", path) from error
 
     @abstractmethod
     def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
@@ -342,7 +342,7 @@ def create_file(path: Path, size_bytes: int) -> int:
     try:
         descriptor = create_private(path)
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, "cannot create", str(path), 0) from error
+        raise StorageError.of(error, "cannot create", path) from error
     try:
         reserve(descriptor, size_bytes, path)
     except BaseException:

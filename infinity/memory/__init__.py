@@ -1,6 +1,6 @@
 """Aligned memory: an arena with leases, stable buffers, and ledgers of budgets."""
 
-from infinity.memory.arena import LEASE_ALIGN_BYTES, Arena, FreeList, Lease
+from infinity.memory.arena import ALIGN_BYTES, Arena, FreeList, Lease, aligned
 from infinity.memory.available import (
     DeviceLevel,
     available_memory_bytes,
@@ -16,7 +16,7 @@ from infinity.memory.stable import SparePages, StableBuffer, StableMemory, stabl
 
 __all__ = [
     "FRESH_BYTES",
-    "LEASE_ALIGN_BYTES",
+    "ALIGN_BYTES",
     "Arena",
     "Budget",
     "DeviceLevel",
@@ -28,6 +28,7 @@ __all__ = [
     "Loan",
     "Scratch",
     "SparePages",
+    "aligned",
     "StableBuffer",
     "StableMemory",
     "available_memory_bytes",

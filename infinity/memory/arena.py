@@ -20,7 +20,7 @@ from infinity.memory import pinning
 from infinity.memory.hand_over import HandingOver
 from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
 
-LEASE_ALIGN_BYTES = 4096
+ALIGN_BYTES = 4096  # of leases, tiles and files: a multiple of the blocks of direct I/O
 _TOUCHED_BYTES = 256 << 20  # by one task of a thread
 
 
@@ -82,7 +82,7 @@ class Arena:
     def __init__(self, capacity_bytes: int, *, pin: torch.device | None = None) -> None:
         self._begin(capacity_bytes)
         self.handing_over = HandingOver()
-        self._mapping = make_mapping(max(self.capacity_bytes, LEASE_ALIGN_BYTES), HUGE_PAGE_BYTES)
+        self._mapping = make_mapping(max(self.capacity_bytes, ALIGN_BYTES), HUGE_PAGE_BYTES)
         self._mapping.open()
         self._address = self._mapping.address
         self._pinned_for = pin
@@ -92,7 +92,7 @@ class Arena:
             self._pinned = pinning.pin(pin, self._mapping.address, self._mapping.nbytes)
 
     def _begin(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = _round_up(capacity_bytes)
+        self.capacity_bytes = aligned(capacity_bytes)
         self.used_bytes = 0
         self.peak_bytes = 0
         self._free = FreeList(self.capacity_bytes)
@@ -137,7 +137,7 @@ class Arena:
         Args:
             at_end: lease the end of a hole. Small and large leases fragment the arena less at different ends.
         """
-        size = _round_up(nbytes)
+        size = aligned(nbytes)
         with self.handing_over:
             offset = self._free.take(size, at_end=at_end)
             if offset is None:
@@ -153,12 +153,12 @@ class Arena:
         with self.handing_over:
             self._free = FreeList(self.capacity_bytes)
             for lease in sorted(leases, key=lambda lease: lease.address):  # so that no lease overwrites a later one
-                offset = self._free.take(_round_up(lease.nbytes))
+                offset = self._free.take(aligned(lease.nbytes))
                 assert offset is not None
                 lease._move(self._address + offset)
 
     def _give_back(self, address: int, nbytes: int) -> None:
-        size = _round_up(nbytes)
+        size = aligned(nbytes)
         self._free.give(address - self._address, size)
         self._count(-size)
 
@@ -233,8 +233,9 @@ class Lease:
         self.release()
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // LEASE_ALIGN_BYTES) * LEASE_ALIGN_BYTES
+def aligned(nbytes: int) -> int:
+    """Return the bytes rounded up to whole blocks of direct I/O."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _touch(memory: torch.Tensor) -> None:

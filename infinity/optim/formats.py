@@ -38,9 +38,9 @@ from infinity.kernels import (
 )
 from infinity.kernels import can_recover as can_recover_flat
 from infinity.kernels import update as update_flat
+from infinity.memory import aligned
 
 SHARD_ALIGN = 2048  # elements: 4096 bytes of 16-bit values
-TILE_ALIGN_BYTES = 4096
 
 _SCALES = "_scales"  # suffix of a moment's name
 
@@ -96,8 +96,7 @@ class StateLayout:
 
     def tile_bytes(self, numel: int) -> int:
         """Return the bytes of a tile of `numel` elements, with padding."""
-        nbytes = sum(field.length(numel) * field.dtype.itemsize for field in self.fields)
-        return -(-nbytes // TILE_ALIGN_BYTES) * TILE_ALIGN_BYTES
+        return aligned(sum(field.length(numel) * field.dtype.itemsize for field in self.fields))
 
     def views(self, buffer: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
         """Return the fields of a tile of `numel` elements as 1-D views of its bytes.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.config import default_tile_bytes
+from infinity.config import NvmeConfig, default_tile_bytes
 from infinity.io import IoOptions
 from infinity.kernels import Dither, Rule
 from infinity.memory import Arena
@@ -21,7 +21,7 @@ from infinity.schedule.placement import cut_into_tiles
 from infinity.telemetry import Counters
 from infinity.tiers import Memory
 from infinity.tiers.states import StateStore
-from infinity.tiers.swap import SwapPath, open_swap
+from infinity.tiers.swap import open_swap
 
 
 class StatesHome:
@@ -50,7 +50,7 @@ class StatesHome:
             else:
                 arena = Arena(slot_count * slot_bytes)
             undo.callback(arena.close)
-            swap = open_swap([SwapPath(nvme_path)] if nvme_path else [], IoOptions())
+            swap = open_swap([NvmeConfig(nvme_path)] if nvme_path else [], IoOptions())
             undo.callback(swap.close)
             slots = [arena.lease(slot_bytes) for _ in range(slot_count)]
             homes = repeat(Memory.NVME if nvme_path else Memory.HOST)

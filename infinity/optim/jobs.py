@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.kernels import Rule
-from infinity.optim.before_images import Image, Remainder
+from infinity.optim.undo_log import Image, Remainder
 from infinity.telemetry import Times
 from infinity.tiers.copies import Move, Transfer
 from infinity.tiers.states import Tile

@@ -23,12 +23,12 @@ from infinity.errors import InfinityError
 from infinity.io.threads import start_thread
 from infinity.kernels import Dither, Rule, bind_this_thread
 from infinity.memory import Lease
-from infinity.optim.before_images import BeforeImages, Image
 from infinity.optim.formats import StateLayout, update
 from infinity.optim.jobs import UpdateJob, UpdateTicket, parts_of
 from infinity.optim.reading import Reading
 from infinity.optim.tile_fields import TileFields
 from infinity.optim.undo import Undo
+from infinity.optim.undo_log import Image, UndoLog
 from infinity.schedule.update_queue import UpdateQueue
 from infinity.telemetry import Counters, Waits
 from infinity.tiers.copies import Memory, Transfer
@@ -59,7 +59,7 @@ class UpdatePipeline:
 
     Args:
         slots: of the ring, each as large as a full tile; empty if the home of every tile is host memory.
-        images: memory of the undo log; closed with the pipeline.
+        undo_log: its memory; closed with the pipeline.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class UpdatePipeline:
         states: StateStore,
         slots: Sequence[Lease],
         counters: Counters,
-        images: BeforeImages | None = None,
+        undo_log: UndoLog | None = None,
     ) -> None:
         self.layout = layout
         self._states = states
@@ -77,7 +77,7 @@ class UpdatePipeline:
         self.before_update: BeforeUpdate | None = None
         self._ring = Ring(states, slots, self.waits)
         self._fields = TileFields(layout)
-        self.undoing = Undo(layout, states, self._fields, self._ring, len(slots), images or BeforeImages(0))
+        self.undoing = Undo(layout, states, self._fields, self._ring, len(slots), undo_log or UndoLog(0))
         self._queue = UpdateQueue[UpdateTicket]()
         self._reading = Reading(self._queue, self._ring, states.stored)
         self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()

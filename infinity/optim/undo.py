@@ -1,7 +1,7 @@
 """Rollback of updates: old values are kept in the undo log, or reconstructed from the states.
 
 A tile on NVMe has its old version in the other slot (tiers/slots.py), a tile in memory has a second place
-(before_images.py). Its gradients and parameters can be reconstructed from both versions of its states, see
+(undo_log.py). Its gradients and parameters can be reconstructed from both versions of its states, see
 [Note: lost gradients] in csrc/adam/recovery.h, except a few elements, which are kept (`Remainder`).
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from infinity.kernels import Lost, Rule
-from infinity.optim.before_images import BeforeImages, Image, Room, image_bytes
 from infinity.optim.formats import StateLayout, can_recover, can_recover_param, recover
 from infinity.optim.jobs import Segment, UpdateTicket, parts_of
 from infinity.optim.tile_fields import TileFields
+from infinity.optim.undo_log import Image, Room, UndoLog, image_bytes
 from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
 from infinity.tiers.states import StateStore, Tile
@@ -30,7 +30,7 @@ class Undo:
     """Keeps the old values of updates, and restores them.
 
     Attributes:
-        images: memory of the undo log; closed with the pipeline.
+        log: the memory of the undo log; closed with the pipeline.
 
     Args:
         ring: of the worker; a few slots are free between two tiles.
@@ -44,20 +44,20 @@ class Undo:
         fields: TileFields,
         ring: Ring,
         slots: int,
-        images: BeforeImages,
+        log: UndoLog,
     ) -> None:
         self._layout = layout
         self._states = states
         self._fields = fields
         self._ring = ring
         self._recovers = slots >= _RECOVERING_SLOTS
-        self.images = images
+        self.log = log
         self._lost_params = 0  # of updates that may be rolled back
         self._lock = threading.Lock()  # the worker adds values, the compute thread removes them
 
     # Called by the compute thread, before and after the update #
 
-    def has_slots(self, unit: int) -> bool:
+    def keeps_all(self, unit: int) -> bool:
         """Whether an update that is submitted now would keep all old states of the unit in other slots."""
         return all(map(self._states.can_undo, self._states.tiles(unit)))
 
@@ -72,18 +72,18 @@ class Undo:
         """
         tiles = self._states.tiles(unit)
         with self._lock:
-            room = self.images.room(image for ticket in without for image in ticket.job.before.values())
+            room = self.log.room(image for ticket in without for image in ticket.job.before.values())
             undoable = frozenset(tile.index for tile in tiles if self._can_undo(tile, room, param=param))
         return undoable if not param or len(undoable) == len(tiles) else frozenset()
 
     def _can_undo(self, tile: Tile, room: Room, *, param: bool) -> bool:
-        fields = not self._states.can_undo(tile)
-        if fields and not tile.is_in_memory_alone:
-            return False
-        return room.draw([*([tile.nbytes] if fields else []), *([self._param_bytes(tile)] if param else [])])
+        image = self._image(tile, param=param)
+        return (tile.is_in_memory_alone or not image.fields_bytes) and room.draw(image.sizes)
 
-    def _param_bytes(self, tile: Tile) -> int:
-        return image_bytes(self._layout, tile.numel) - tile.nbytes
+    def _image(self, tile: Tile, *, param: bool) -> Image:
+        """Return the part of the undo log for an update of the tile that is submitted now."""
+        param_bytes = image_bytes(self._layout, tile.numel) - tile.nbytes
+        return Image(0 if self._states.can_undo(tile) else tile.nbytes, param_bytes if param else 0)
 
     def can_recover(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
         """Whether a rollback can reconstruct gradients of this dtype, so that they need not be kept."""
@@ -99,14 +99,11 @@ class Undo:
 
         Tiles that need no image are omitted. Pairs with `forget_before`.
         """
-        images = {}
-        for tile in self._states.tiles(unit):
-            fields = not self._states.can_undo(tile)
-            if tile.index in tiles and (param or fields):
-                images[tile.index] = Image(tile.nbytes if fields else 0, self._param_bytes(tile) if param else 0)
+        updated = [tile for tile in self._states.tiles(unit) if tile.index in tiles]
+        images = {tile.index: image for tile in updated if (image := self._image(tile, param=param)).sizes}
         with self._lock:
             for image in images.values():
-                self.images.promise(image)
+                self.log.promise(image)
         return images
 
     def forget_before(self, ticket: UpdateTicket) -> None:
@@ -116,7 +113,7 @@ class Undo:
             self._lost_params -= ticket.remainder.forget_params()
             for index, image in ticket.job.before.items():
                 if ticket.under_way is None or ticket.under_way.index != index:  # the worker frees that one
-                    self.images.give_back(image)
+                    self.log.give_back(image)
 
     @staticmethod
     def params_before(ticket: UpdateTicket) -> Iterator[tuple[int, torch.Tensor]]:
@@ -136,7 +133,7 @@ class Undo:
         with self._lock:
             image = ticket.job.before.get(tile.index) if ticket.keeps else None
             if image is not None:
-                self.images.take(image)
+                self.log.take(image)
                 ticket.under_way = tile
         return image
 
@@ -149,7 +146,7 @@ class Undo:
             if ticket.keeps:
                 ticket.kept.append(tile)
             else:
-                self.images.give_back(image)
+                self.log.give_back(image)
 
     def note_lost(self, ticket: UpdateTicket, start: int, lost: Lost) -> None:
         """Keep the elements, counted from `start`, that cannot be reconstructed from the states."""
@@ -210,4 +207,4 @@ class Undo:
             self._ring.let_go(tile)
 
     def close(self) -> None:
-        self.images.close()
+        self.log.close()

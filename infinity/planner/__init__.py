@@ -3,7 +3,6 @@
 from infinity.planner.filled import filled_later, once_filled, states_on_device
 from infinity.planner.memory import Estimate, estimate, host_problem, largest_model, plan_with_room, problems
 from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
-from infinity.planner.roofline import Intensity, bandwidth_for, efficiency, intensity
 from infinity.planner.stand_in import WIDTH_STEP, Shape, shape_of, stand_in
 from infinity.planner.step_time import StepTime, predict_step
 from infinity.planner.sweep import Point, Sweep
@@ -16,7 +15,6 @@ __all__ = [
     "Drive",
     "Duplex",
     "Estimate",
-    "Intensity",
     "Machine",
     "Point",
     "Rates",
@@ -25,15 +23,12 @@ __all__ = [
     "Sweep",
     "TrainingPlan",
     "Work",
-    "bandwidth_for",
     "count_work",
     "drives_here",
     "free_on",
-    "efficiency",
     "estimate",
     "filled_later",
     "host_problem",
-    "intensity",
     "largest_model",
     "once_filled",
     "plan_training",

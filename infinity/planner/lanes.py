@@ -57,7 +57,7 @@ class _Lane:
         return bool(self.urgent or self.others)
 
 
-class Machine:
+class Lanes:
     """The lanes of a machine, and a clock.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Predict the time of a step: simulate the work of every part of the machine as the engine would order it.
 
 The plan gives the bytes that move, the work gives the computation, and the rates give the speed of each part of the
-machine, alone and beside the others. They become seconds of units and tiles (`StepWork`), which `rehearse` puts in
+machine, alone and beside the others. They become seconds of units and tiles (`StepWork`), which `simulate_step` puts in
 order.
 """
 
@@ -15,7 +15,7 @@ from infinity.config import Config
 from infinity.planner.filled import filled_later, once_filled
 from infinity.planner.lanes import Speeds
 from infinity.planner.rates import Duplex, Rates
-from infinity.planner.rehearsal import PARTS, rehearse
+from infinity.planner.simulated_step import PARTS, simulate_step
 from infinity.planner.step_work import StepWork, step_work
 from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Work
@@ -97,9 +97,9 @@ def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -
     before, later = plan, filled_later(plan, config, work)
     plan = once_filled(before, config, later)
     asked = step_work(plan, config, work, rates)
-    done = rehearse(asked, speeds)
+    done = simulate_step(asked, speeds)
     # In the first step, no states on the device reduce the memory for gradients yet.
-    first = rehearse(step_work(before, config, work, rates), speeds) if later else done
+    first = simulate_step(step_work(before, config, work, rates), speeds) if later else done
     micro = config.gradient_accumulation_steps
     return StepTime(
         done.seconds,
@@ -119,7 +119,7 @@ def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -
 def _parts(plan: TrainingPlan, asked: StepWork, rates: Rates) -> dict[str, float]:
     traffic, machine, passes = plan.traffic, plan.machine, asked.passes
     saved = [sum(getattr(use, name) for use in asked.uses) for name in ("up_s", "down_s", "read_s", "write_s")]
-    up = traffic.forward.link + traffic.backward.link + traffic.link_up
+    up = traffic.link + traffic.link_up
     gathered = traffic.gathered / rates.gather_bytes_per_s if rates.gather_bytes_per_s else 0.0
     reduced = (traffic.reduced + traffic.averaged) / rates.reduce_bytes_per_s if rates.reduce_bytes_per_s else 0.0
     return {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from infinity.config import Config
 from infinity.planner.rates import Duplex, Rates
-from infinity.planner.traffic import written
+from infinity.planner.traffic import fetched, written
 from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Pass, Work
 from infinity.schedule import Plan
@@ -60,7 +60,7 @@ class UnitWork:
         publish_s, regather_s: to upload updated parameters that stay on the device, or to gather them on all ranks.
         tiles: of its optimizer states.
         undo_bytes: of the undo log, which a speculative update of all tiles takes.
-        slotted: number of tiles that a speculative update can have without room in the undo log.
+        unlogged: number of tiles that a speculative update can have without room in the undo log.
         recovers: its gradients need no memory after that.
     """
 
@@ -78,7 +78,7 @@ class UnitWork:
     regather_s: float = 0.0
     tiles: tuple[TileWork, ...] = ()
     undo_bytes: int = 0
-    slotted: int = 0
+    unlogged: int = 0
     recovers: bool = False
 
 
@@ -135,7 +135,7 @@ class StepWork:
 
 def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> StepWork:
     """Return the work of a step of `plan` with micro-batches of `work`, on one of the machines of these rates."""
-    sizing, schedule = plan.sizing, UpdateSchedule(plan.update_schedule)
+    sizing, schedule = plan.sizing, plan.sizing.schedule
     micro = config.gradient_accumulation_steps
     passes = 1 if sizing.layer_major else micro
     slots = plan.split.ring_bytes // plan.needs.tile_bytes
@@ -146,9 +146,9 @@ def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> S
     units = []
     for unit in range(len(plan.units)):
         fewer = _fewer([seconds.tile(unit, numel, home) for numel, home in tiles[unit]], together)
-        undo_bytes, slotted = _old_values(plan, unit, fewer, tiles[unit])
-        work_of_unit = seconds.unit(unit, fewer, spills=unit in spilled, all_slotted=slotted == len(fewer))
-        units.append(replace(work_of_unit, undo_bytes=undo_bytes, slotted=slotted))
+        undo_bytes, unlogged = _old_values(plan, unit, fewer, tiles[unit])
+        work_of_unit = seconds.unit(unit, fewer, spills=unit in spilled, all_unlogged=unlogged == len(fewer))
+        units.append(replace(work_of_unit, undo_bytes=undo_bytes, unlogged=unlogged))
     return StepWork(
         units=tuple(units),
         uses=tuple(_uses(plan, config, work, rates, micro // passes)),
@@ -210,19 +210,19 @@ def aside(tile: TileWork) -> TileWork:
 def _old_values(
     plan: TrainingPlan, unit: int, fewer: Sequence[TileWork], tiles: Sequence[tuple[int, Memory]]
 ) -> tuple[int, int]:
-    """Return `undo_bytes` and `slotted` of a unit. Tiles in memory need room in the undo log; so do the parameters,
+    """Return `undo_bytes` and `unlogged` of a unit. Tiles in memory need room in the undo log; so do the parameters,
     unless they have slots or the states on NVMe can reconstruct them."""
     sizing = plan.sizing
     if sizing.keeps_steps:
         return 0, len(fewer)
-    logged = [numel for numel, home in tiles if home is Memory.HOST or not sizing.has_slots]
-    slotted = sum(tile.is_stored for tile in fewer) if sizing.has_slots else 0
+    logged = [numel for numel, home in tiles if home is Memory.HOST or not sizing.is_double_buffered]
+    unlogged = sum(tile.is_stored for tile in fewer) if sizing.is_double_buffered else 0
     undo_bytes = sum(map(sizing.layout.tile_bytes, logged))
     reconstructs = not logged and sizing.rules.grads.recovers
-    if not reconstructs and not (sizing.has_slots and plan.placement.params[unit] is Memory.NVME):
+    if not reconstructs and not (sizing.is_double_buffered and plan.placement.params[unit] is Memory.NVME):
         undo_bytes += sum(numel for numel, _ in tiles) * sizing.specs[unit].dtype.itemsize
-        slotted = 0  # all tiles or none
-    return undo_bytes, slotted
+        unlogged = 0  # all tiles or none
+    return undo_bytes, unlogged
 
 
 # Units #
@@ -239,9 +239,7 @@ class _Seconds:
         self._up, self._down = _ways(rates.link)
         self._passes = passes
         traffic, shards = plan.traffic, plan.sizing.shards
-        self._fetched = {use.unit for use in plan.steps.steps if use.before is not None} | {
-            unit for use in plan.steps.steps for action, unit in use.actions if action == "prefetch"
-        }
+        self._fetched = set(fetched(plan.steps))
         self._written = written(plan.sizing, plan.steps)
         self._own_grads = set(plan.placement.grad_homes.own)
         self._trained = max(1, sum(unit.trainable_numel for unit in plan.sizing.partition.units))
@@ -249,7 +247,7 @@ class _Seconds:
         self._whole = max(1, sum(spec.nbytes for spec in plan.sizing.specs if not spec.offloaded))
         self._reduced = (traffic.reduced + traffic.averaged) / passes
 
-    def unit(self, unit: int, tiles: tuple[TileWork, ...], *, spills: bool, all_slotted: bool) -> UnitWork:
+    def unit(self, unit: int, tiles: tuple[TileWork, ...], *, spills: bool, all_unlogged: bool) -> UnitWork:
         plan, rates, traffic, sizing = self._plan, self._rates, self._plan.traffic, self._plan.sizing
         spec, grads = sizing.specs[unit], sizing.shards.grad_sizes[unit]
         moves, shard = spec.offloaded, spec.shard_nbytes
@@ -272,7 +270,7 @@ class _Seconds:
             if moves
             else _over(traffic.regathered * spec.nbytes / self._whole, rates.gather_bytes_per_s),
             tiles=tiles,
-            recovers=sizing.rules.grads.recovers and spills and all_slotted,
+            recovers=sizing.rules.grads.recovers and spills and all_unlogged,
         )
 
     def tile(self, unit: int, numel: int, home: Memory) -> TileWork:

@@ -1,8 +1,8 @@
-"""Bytes that move between the tiers in one step, by the phase in which they must move."""
+"""Bytes that move between the tiers in one step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from infinity.schedule import Plan
@@ -13,24 +13,12 @@ from infinity.zero.sizing import Sizing
 
 
 @dataclass(frozen=True)
-class Fetches:
-    """Bytes of parameters fetched in all forward or all backward passes of a step, by route.
-
-    Attributes:
-        gathered: from other ranks, for each use of a unit, wherever this rank's shard is.
-    """
-
-    disk: int = 0
-    link: int = 0
-    gathered: int = 0
-
-
-@dataclass(frozen=True)
 class Traffic:
     """Bytes of one rank in one step.
 
     Attributes:
-        forward, backward: parameters fetched in these phases.
+        disk, link: parameters fetched from the drives, and to the device.
+        unsharded: parameters received from other ranks for uses of units, wherever this rank's shards are.
         states: optimizer states on the drives; updates read and write so many bytes each.
         params_written: updated parameters written back to the drives.
         spilled, unspilled: gradients written to the drives for lack of memory, and read again.
@@ -41,8 +29,9 @@ class Traffic:
         regathered: updated parameters that every rank keeps unsharded, received from the ranks that have updated them.
     """
 
-    forward: Fetches
-    backward: Fetches
+    disk: int
+    link: int
+    unsharded: int
     states: int
     params_written: int
     spilled: int
@@ -56,11 +45,11 @@ class Traffic:
     @property
     def gathered(self) -> int:
         """Parameters received from the ranks that share the states."""
-        return self.forward.gathered + self.backward.gathered + self.regathered
+        return self.unsharded + self.regathered
 
     @property
     def read_bytes(self) -> int:
-        return self.forward.disk + self.backward.disk + self.states + self.unspilled
+        return self.disk + self.states + self.unspilled
 
     @property
     def write_bytes(self) -> int:
@@ -76,9 +65,9 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     rules, specs = sizing.rules, sizing.specs
     passes = 1 if sizing.layer_major else micro_batches
     stored = [home is Memory.NVME for home in placement.params]
-    half = len(steps.steps) // 2
-    phases = zip(_fetched(steps, half), _gathered(steps, half), strict=True)
-    forward, backward = (_fetches(sizing, stored, list(units), whole, passes) for units, whole in phases)
+    coming = fetched(steps)
+    over_link = [] if rules.one_memory else [unit for unit in coming if not specs[unit].beside]
+    whole_bytes = passes * sum(specs[unit].nbytes for unit in _unsharded(steps))
     spills = placement.grad_homes
     sizes = [sizing.shards.grad_sizes[unit] for unit in spills.spilled]
     spilling = [] if rules.grads.recovers else sizes  # gradients of speculative updates do not spill
@@ -89,14 +78,13 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     numels = [unit.trainable_numel * (1 if unit.index in at_once else reduces) for unit in sizing.partition.units]
     leaving = 0 if rules.one_memory else sum(sizing.shards.grad_sizes)
     once = min(leaving, sums_bytes)
-    coming = {unit for part in _fetched(steps, 0) for unit in part}
-    staying = sum(
-        spec.shard_nbytes for unit, spec in enumerate(specs) if unit not in coming and unit not in sizing.there
-    )
+    moving = sizing.there.union(coming)
+    staying = sum(spec.shard_nbytes for unit, spec in enumerate(specs) if unit not in moving)
     kept_whole = sum(spec.nbytes for spec in specs if not spec.offloaded)
     return Traffic(
-        forward,
-        backward,
+        disk=passes * sum(specs[unit].shard_nbytes for unit in coming if stored[unit]),
+        link=passes * sum(specs[unit].shard_nbytes for unit in over_link),
+        unsharded=_sent(whole_bytes, rules.sharding.count),
         states=placement.stored_bytes - sum(sizes),
         params_written=sum(specs[unit].shard_nbytes for unit in written(sizing, steps) if stored[unit]),
         # The first units' gradients, the last of backward, stay in the slots, except slots that were written early. The
@@ -119,32 +107,16 @@ def written(sizing: Sizing, steps: Plan) -> Collection[int]:
     return steps.evicted if changed_there and not sizing.writes_updates else range(len(sizing.specs))
 
 
-def _fetched(steps: Plan, forward: int) -> Iterator[Iterator[int]]:
-    """Yield the units fetched in the forward uses, then those of all other uses."""
-    for part in (steps.steps[:forward], steps.steps[forward:]):
-        on_the_spot = (step.unit for step in part if step.before is not None)
-        ahead = (unit for step in part for action, unit in step.actions if action == "prefetch")
-        yield iter([*on_the_spot, *ahead])
+def fetched(steps: Plan) -> list[int]:
+    """Return the units fetched in a cycle, one entry for each fetch."""
+    on_the_spot = [step.unit for step in steps.steps if step.before is not None]
+    return on_the_spot + [unit for step in steps.steps for action, unit in step.actions if action == "prefetch"]
 
 
-def _gathered(steps: Plan, forward: int) -> Iterator[list[int]]:
-    """Yield the units gathered for the forward uses, then for all others, wherever their shards are. A unit stays
-    unsharded if its next use follows at once."""
+def _unsharded(steps: Plan) -> list[int]:
+    """Return the units gathered for the uses of a cycle. A unit stays unsharded if its next use follows at once."""
     uses = [step.unit for step in steps.steps]
-    due = [(index, unit) for index, unit in enumerate(uses) if uses[index - 1 : index] != [unit]]
-    yield [unit for index, unit in due if index < forward]
-    yield [unit for index, unit in due if index >= forward]
-
-
-def _fetches(sizing: Sizing, stored: list[bool], units: list[int], whole: list[int], passes: int) -> Fetches:
-    specs, rules = sizing.specs, sizing.rules
-    whole_bytes = passes * sum(specs[unit].nbytes for unit in whole)
-    shards = passes * sum(specs[unit].shard_nbytes for unit in units if not specs[unit].beside)
-    return Fetches(
-        disk=passes * sum(specs[unit].shard_nbytes for unit in units if stored[unit]),
-        link=0 if rules.one_memory else shards,
-        gathered=_sent(whole_bytes, rules.sharding.count),
-    )
+    return [unit for index, unit in enumerate(uses) if uses[index - 1 : index] != [unit]]
 
 
 def _sent(nbytes: int, ranks: int) -> int:

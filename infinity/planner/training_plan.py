@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from infinity.config import Config
-from infinity.memory import Ledger
+from infinity.memory import Ledger, aligned
 from infinity.optim.of_config import checked_kind
 from infinity.planner.traffic import Traffic, traffic_of
 from infinity.schedule import MemoryNeeds, MemorySplit, Plan, make_plan, split_memory
 from infinity.schedule.placement import Placement, place
 from infinity.tiers import Memory
-from infinity.tiers.swap import ALIGN_BYTES
 from infinity.zero.budgets import auto_bytes, cut_to_fit, device_budgets, fits, host_capacity
 from infinity.zero.model_parts import has_numbers
 from infinity.zero.partition import Partition
@@ -70,7 +69,6 @@ class TrainingPlan:
         machine: where it trains.
         sizing: facts that follow from model and configuration.
         units: fetched and evicted as a whole.
-        state_format, update_schedule: "auto" resolved.
         needs: the minimum and the useful maximum of host memory.
         host_bytes: the budget, given or chosen.
         split: the division of the budget.
@@ -89,8 +87,6 @@ class TrainingPlan:
     machine: Machine
     sizing: Sizing
     units: tuple[UnitFacts, ...]
-    state_format: str
-    update_schedule: str
     needs: MemoryNeeds
     host_bytes: int
     split: MemorySplit
@@ -126,8 +122,8 @@ class TrainingPlan:
         return {
             "params": self.params,
             "ranks": self.machine.ranks,
-            "state_format": self.state_format,
-            "update_schedule": self.update_schedule,
+            "state_format": self.sizing.layout.format,
+            "update_schedule": self.sizing.schedule.value,
             "host_least_bytes": self.needs.least_bytes,
             "host_most_bytes": self.needs.most_bytes,
             "host_bytes": self.host_bytes,
@@ -185,16 +181,12 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
             UnitFacts(spec.name, sum(slot.numel for slot in unit.slots), spec.nbytes, spec.offloaded)
             for unit, spec in zip(sizing.partition.units, sizing.specs, strict=True)
         ),
-        state_format=sizing.layout.format,
-        update_schedule=sizing.schedule.value,
         needs=needs,
         host_bytes=capacity,
         split=split,
         host_used_bytes=needs.always_bytes + split.granted_bytes + beside,
         device_used_bytes=sum(part.capacity_bytes for part in there.ledger.parts.values()),
-        nvme_bytes=_kept_bytes(sizing, placement)
-        if config.tiering.crash_consistent
-        else _nvme_bytes(sizing, placement),
+        nvme_bytes=_nvme_bytes(sizing, placement),
         placement=placement,
         params_bytes=there.params.capacity_bytes,
         sums_bytes=there.sums.capacity_bytes,
@@ -238,21 +230,13 @@ def _host_capacity(config: Config, needs: MemoryNeeds, machine: Machine) -> int:
 
 
 def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:
-    """Return the bytes of states and gradients, plus whole pages for every parameter with its home on the drives."""
-    homes = zip(sizing.specs, placement.params, strict=True)
-    sizes = [spec.shard_nbytes for spec, home in homes if home is Memory.NVME]
+    """Return the bytes of states, parameters and gradients on the drives. If every step is kept, all states and
+    parameters have a place there, wherever their home is."""
     spilled = sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
-    lasting = placement.stored_bytes - spilled + sum(map(_aligned, sizes))
-    return spilled + (2 if sizing.has_slots else 1) * lasting
-
-
-def _kept_bytes(sizing: Sizing, placement: Placement) -> int:
-    """Return the bytes of two slots of all states and parameters, wherever their home is, plus the gradients."""
-    slots = sum(
-        map(_aligned, [*sizing.shards.tile_sizes, *(spec.shard_nbytes for spec in sizing.specs if not spec.runs)])
-    )
-    return 2 * slots + sum(sizing.shards.grad_sizes[unit] for unit in placement.grad_homes.spilled)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    if sizing.keeps_steps:
+        lasting = [*sizing.shards.tile_sizes, *(spec.shard_nbytes for spec in sizing.specs if not spec.runs)]
+    else:
+        homes = zip(sizing.specs, placement.params, strict=True)
+        stored = [spec.shard_nbytes for spec, home in homes if home is Memory.NVME]
+        lasting = [placement.stored_bytes - spilled, *stored]
+    return spilled + (2 if sizing.is_double_buffered else 1) * sum(map(aligned, lasting))

@@ -19,7 +19,7 @@ import torch
 
 from infinity.io import Priority, Span
 from infinity.memory import FreeList
-from infinity.simulation.clock import Clock, Transfer
+from infinity.simulation.clock import Clock, Operation, Transfer
 from infinity.simulation.invariants import violate
 from infinity.tiers import Link
 from infinity.tiers.activations import ActivationStore, _Entry, _Packed
@@ -58,17 +58,16 @@ class _Carrier:
         self._clock = clock
 
     def start(self, kind: str, source: Callable[[], float], end: Callable[[float], None]) -> _Copy:
-        copy, number = _Copy(self._clock, self._clock.start(kind, -1)), source()
+        number = source()
 
-        def arrive() -> None:
+        def arrive(copy: Operation) -> None:
             if self.closed:
                 violate("race", f"a {kind} goes on after the end")
             if source() != number:
                 violate("race", f"a saved tensor changes during its {kind}")
-            end(_TORN if copy.operation.failed else number)
+            end(_TORN if copy.failed else number)
 
-        copy.operation.end = arrive
-        return copy
+        return _Copy(self._clock, self._clock.start(kind, -1, arrive))
 
 
 class _Link(Link, _Carrier):

@@ -45,7 +45,7 @@ class Operation:
 
     __slots__ = ("done", "end", "failed", "kind", "then", "unit")
 
-    def __init__(self, kind: str, unit: int, end: Callable[[], None] | None) -> None:
+    def __init__(self, kind: str, unit: int, end: Callable[[Operation], None] | None) -> None:
         self.kind = kind
         self.unit = unit
         self.end = end
@@ -91,7 +91,8 @@ class Clock:
     def is_busy(self) -> bool:
         return bool(self._under_way)
 
-    def start(self, kind: str, unit: int, end: Callable[[], None] | None = None) -> Operation:
+    def start(self, kind: str, unit: int, end: Callable[[Operation], None] | None = None) -> Operation:
+        """Start an operation; `end` is called with it once it has ended, well or not."""
         operation, tempo = Operation(kind, unit, end), self._tempo
         if self.faults and kind in self.faults:
             self.faults.remove(kind)
@@ -143,7 +144,7 @@ class Clock:
         if self.trace is not None:
             self.trace(f"    {operation.kind} of u{operation.unit} {'fails' if operation.failed else 'ends'}")
         if operation.end is not None:
-            operation.end()
+            operation.end(operation)
         if operation.then is not None:
             operation.then()
         self._ending -= 1

@@ -99,25 +99,22 @@ class DeviceMemory:
         return room
 
     def download(self, states: DeviceRoom, start: int, _: int, target: Any) -> Transfer:
-        copy, version = self._clock.start("states download", -1), states.versions.pop(start)
+        version = states.versions.pop(start)
 
-        def end() -> None:
-            target.version = version
+        def end(_: Operation) -> None:
+            target.value = version
 
-        copy.end = end
-        return Transfer(self._clock, copy)
+        return Transfer(self._clock, self._clock.start("states download", -1, end))
 
     def upload(self, states: DeviceRoom, start: int, _: int, source: Any) -> Transfer:
-        copy: Operation = self._clock.start("states upload", -1)
-        version = source.version
+        version = source.value
 
-        def end() -> None:
-            if source.version != version:
+        def end(_: Operation) -> None:
+            if source.value != version:
                 violate("race", "states change while they are uploaded")
             states.versions[start] = version
 
-        copy.end = end
-        return Transfer(self._clock, copy)
+        return Transfer(self._clock, self._clock.start("states upload", -1, end))
 
 
 def filling_of(

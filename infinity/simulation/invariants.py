@@ -67,7 +67,7 @@ def check_world(world: Performer) -> None:
             used += row.nbytes if row.moves else 0
         elif row.ticket is not None or not row.moves:
             violate("pinned", f"{row.name} is updated, or stays, and is not in memory")
-        if row.pins < 0 or row.grad_pins < 0:
+        if row.pins < 0:
             violate("pinned", f"{row.name} is let go more often than it was taken")
     budget = world.budget
     if used != budget.used_bytes or used > budget.capacity_bytes:
@@ -118,9 +118,9 @@ def check_closed(world: Performer) -> None:
     """Nothing is held any more."""
     if world.budget.used_bytes:
         violate("closed", f"{world.budget.used_bytes} bytes are counted as used")
-    held = [row.name for row in world.rows if row.pins or row.grad_pins or row.gradients is not _ABSENT]
+    held = [row.name for row in world.rows if row.pins or row.gradients_are_used or row.gradients is not _ABSENT]
     held += [row.name for row in world.rows if row.host_pins]
-    if held or world.grads.leased or world.worker.queue or world.clock.is_busy:
+    if held or world.grads.store.leased or world.worker.queue or world.clock.is_busy:
         violate("closed", f"{held} are held, or operations are under way")
 
 

@@ -23,7 +23,7 @@ class UnitSpec:
         grads: where its gradients have memory: "own", a "slot", or "shared" bytes; "" if it is frozen.
         on_device: its optimizer states are where the model computes.
         old_params: where a speculative update keeps what it replaces: "slots", "states", "images" or "" (nowhere).
-        has_slots: the drive has two of each tile.
+        is_double_buffered: the drive has two of each tile.
         ahead: tiles that a speculative update can undo.
         recovers: its gradients can be recovered from the optimizer states.
         made: its first values are made in memory.
@@ -42,7 +42,7 @@ class UnitSpec:
     grad_bytes: int = 1
     on_device: bool = False
     old_params: str = ""
-    has_slots: bool = False
+    is_double_buffered: bool = False
     ahead: int = 1
     recovers: bool = False
     made: bool = False
@@ -75,7 +75,7 @@ class Config:
         schedule: when the optimizer runs.
         slots, shared_bytes: for gradients of units without memory of their own.
         keeps: each step is committed, and survives a crash.
-        images: tiles of before-images that there is room for.
+        images: tiles that the undo log has room for.
         ahead_bytes: of units that are gathered ahead, beyond the next one.
         staging_bytes: host memory that units pass through where the device has a memory of its own; 0 if it has none.
         ring: slots for tiles of optimizer states on their way.

@@ -78,13 +78,12 @@ class Performer:
             config.units,
             config.ring,
             self.device,
-            slotted=speculative or config.keeps,
+            double_buffered=speculative or config.keeps,
             written_through=config.keeps,
         )
         self.worker = Worker(self.clock, self.states)
-        self.grads = GradMemory(self.clock, config.slots, config.shared_bytes)
+        self.grads = GradMemory(self.clock, config.units, config.slots, config.shared_bytes, self.handing_over)
         self.rows = [Row(index, each, self.grads, versions[index]) for index, each in enumerate(config.units)]
-        self.grads.rows = self.rows
         self.images = config.images
         self.staging = Staging(self.clock, config.staging_bytes)
         self.activations = Activations(self.clock, config.saved, on_drive=config.saved_on_drive)
@@ -99,7 +98,7 @@ class Performer:
             self.budget,
             partial(raise_memory, "tiering.host_memory"),
             config.slots,
-            self.grads.leased,
+            self.grads.store.leased,
             writes_all=config.keeps,
             writes_unreconstructable=config.keeps or speculative,
         )
@@ -249,8 +248,8 @@ class Performer:
             self.await_fetch(row)  # in the device's queue
         if row.spec.beside:
             row.mem = list(row.home)
-        if row.mem != [due.target - 1] * row.spec.tiles or row.grad_host != due.grad:
-            violate("once", f"{row.name} is at {row.mem} with gradients {row.grad_host}, and {due} is due")
+        if row.mem != [due.target - 1] * row.spec.tiles or self.grads.value(row) != due.grad:
+            violate("once", f"{row.name} is at {row.mem} with gradients {self.grads.value(row)}, and {due} is due")
         row.mem = [due.target] * row.spec.tiles
         row.home = list(row.mem) if row.spec.beside else row.home
         self.states.update_there(row.index, due.states)
@@ -322,12 +321,11 @@ class Performer:
         for each in ticket.ready:
             self.clock.wait(each)
         if not ticket.keeps:
-            self.grads.used(row)
+            self.grads.store.used(self.grads.of(row))
         elif ticket.recovers:
-            self.grads.used(row)
-            row.elsewhere = True
+            self.grads.store.left(self.grads.of(row))
         else:
-            self.grads.returned(row)
+            self.grads.store.returned(self.grads.of(row))
             self.some_rest = True
         row.pins -= 1
         if row.residency is _RESIDENT and ticket.error is None:
@@ -354,7 +352,7 @@ class Performer:
             self._run_ahead(row, foreseen, tiles, kind, action.needed)
 
     def _run_ahead(self, row: Row, foreseen: Due, tiles: list[int], kind: str, needed: int) -> None:
-        whole = len(tiles) == row.spec.tiles and self.states.has_slots(row.index)
+        whole = len(tiles) == row.spec.tiles and self.states.keeps_all(row.index)
         ticket = self._hand_over(row, foreseen, tiles, needed, write=kind == "slots")
         ticket.keeps = ticket.logs = True
         ticket.recovers = kind != "images" and row.spec.recovers and row.spills and whole
@@ -367,15 +365,15 @@ class Performer:
     def _old_params(self, row: Row, *, write: bool) -> str:
         """Where a speculative update keeps what it replaces; better in slots if it is to be written anyway."""
         kind = row.spec.old_params
-        if kind == "states" and not self.states.has_slots(row.index):
+        if kind == "states" and not self.states.keeps_all(row.index):
             return ""
-        if kind == "slots" or (kind == "states" and write and row.spec.has_slots):
+        if kind == "slots" or (kind == "states" and write and row.spec.is_double_buffered):
             has_both = row.home == row.mem == row.protected
             return "slots" if has_both else kind.replace("slots", "")
         return kind
 
     def _has_images(self, row: Row, needed: int) -> bool:
-        """There is room for before-images, for which what is needed later makes way."""
+        """There is room in the undo log, for which what is needed later makes way."""
         aheads = [each.ahead for each in self.aheads if each.ahead is not None]
         later = [ahead.ticket for ahead in aheads if ahead.ticket.images and ahead.ticket.needed > needed]
         later = [each for each in later if each.row.ticket is each and not each.chosen]
@@ -459,7 +457,7 @@ class Performer:
             ahead = row.ahead
             assert ahead is not None
             updated = [tile for tile in sorted(ahead.tiles) if tile not in {left.index for left in ahead.ticket.tiles}]
-            if ahead.old_params == "states" or (row.elsewhere and grads):
+            if ahead.old_params == "states" or (self.grads.of(row).is_elsewhere and grads):
                 self.worker.between_tiles(partial(self.states.recover, row.index, updated, ahead.due.states))
             self._recover_grads(row, grads=grads)
             self.worker.between_tiles(partial(self.states.undo, row.index, sorted(ahead.tiles)))
@@ -478,17 +476,15 @@ class Performer:
                 row.stale = True
 
     def _recover_grads(self, row: Row, *, grads: bool) -> None:
-        if row.elsewhere and not grads:
-            self.grads.drop(row)
-        if not row.elsewhere:
+        if not self.grads.of(row).is_elsewhere:
             return
-        while not self.grads.open(row):
+        if not grads:
+            self.grads.drop(row)
+            return
+        assert row.ahead is not None
+        while not self.grads.restore(row, row.ahead.due.grad):
             if not self.free_gradients(row):
                 raise CapacityError(f"no memory is left for the gradients of {row.name}, whose update is undone")
-        assert row.ahead is not None
-        row.elsewhere = False
-        row.grad_host = row.ahead.due.grad
-        self.grads.rest(row)
         self.some_rest = True
 
     # Gradients #
@@ -513,7 +509,7 @@ _PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any, Any], object]]
     actions.UpdateOnDevice: lambda self, row, _: self._update_on_device(row),
     actions.AwaitUpdate: lambda self, row, _: self._await_update(row),
     actions.AwaitNewest: lambda self, row, _: self._await_newest(row),
-    actions.AwaitGradients: lambda self, row, _: self.grads.finish_moves(row),
+    actions.AwaitGradients: lambda self, row, _: self.grads.store.finish_moves(self.grads.of(row)),
     actions.Spill: lambda self, row, _: self.grads.spill(row),
     actions.AwaitSpill: lambda self, row, _: self.grads.await_spill(row),
 }

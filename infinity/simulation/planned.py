@@ -95,7 +95,7 @@ def planned_of(plan: TrainingPlan, config: Configuration, later: Collection[int]
     simulated = Config(
         units,
         (RankSpec(plan.params_bytes),) * ranks,
-        plan.update_schedule,
+        sizing.schedule.value,
         slots=homes.slots,
         shared_bytes=0 if homes.spilled else max(0, plan.split.grads_bytes - own_bytes),
         keeps=sizing.keeps_steps,
@@ -135,11 +135,11 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
         )
     host = home is Memory.HOST and moves and not sizing.keeps_steps
     tiles = max(1, min(_MOST_TILES, len(homes)))
-    has_slots = sizing.keeps_steps or (sizing.has_slots and home is Memory.NVME)
+    is_double_buffered = sizing.keeps_steps or (sizing.is_double_buffered and home is Memory.NVME)
     stored = sum(home is Memory.NVME for home in homes)
     old_params = ""
     if trained and not there and sizing.schedule is UpdateSchedule.SPECULATIVE:
-        old_params = _old_params(plan, has_slots=has_slots and moves, all_stored=stored == len(homes))
+        old_params = _old_params(plan, is_double_buffered=is_double_buffered and moves, all_stored=stored == len(homes))
     on_drive = -(-stored * tiles // max(1, len(homes)))
     ahead = (on_drive if old_params in ("slots", "states") else 0) or tiles
     return UnitSpec(
@@ -150,7 +150,7 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
         grad_bytes=sizing.shards.grad_sizes[unit],
         on_device=there,
         old_params=old_params,
-        has_slots=has_slots,
+        is_double_buffered=is_double_buffered,
         ahead=ahead,
         recovers=sizing.rules.grads.recovers and ahead == tiles,
         streams=sizing.rules.grads.stream and not there,
@@ -165,16 +165,16 @@ def _grads(plan: TrainingPlan, unit: int, *, there: bool) -> str:
     return "own" if there or unit in homes.own else "slot" if unit in homes.spilled else "shared"
 
 
-def _old_params(plan: TrainingPlan, *, has_slots: bool, all_stored: bool) -> str:
+def _old_params(plan: TrainingPlan, *, is_double_buffered: bool, all_stored: bool) -> str:
     """Where a speculative update keeps what it replaces; `InFlight` decides so by what is true then."""
     sizing = plan.sizing
-    if not sizing.keeps_steps and sizing.has_slots and not sizing.writes_updates and all_stored:
+    if not sizing.keeps_steps and sizing.is_double_buffered and not sizing.writes_updates and all_stored:
         return "states"
-    return "slots" if has_slots else "" if sizing.keeps_steps else "images"
+    return "slots" if is_double_buffered else "" if sizing.keeps_steps else "images"
 
 
 def _images(plan: TrainingPlan, tiles: int) -> int:
-    """How many of the tiles of all units have room for a before-image."""
+    """How many of the tiles of all units have room in the undo log."""
     needs, split = plan.needs, plan.split
     return split.images_bytes * tiles // needs.images_bytes if needs.images_bytes else 0
 

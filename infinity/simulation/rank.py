@@ -489,7 +489,9 @@ class Rank(Performer):
         if self.undo_all(grads=False):
             self._foresight.disturbed()
         for row in [self.rows[unit] for unit in self._added]:
-            if not row.grad_pins:  # else they are the last step's, whose update an interrupted pass has waited for
+            if (
+                not row.gradients_are_used
+            ):  # else they are the last step's, whose update an interrupted pass has waited for
                 self.grads.drop(row)
         self._added = {}
 

@@ -66,17 +66,13 @@ class Row(UnitState):
         on_device: the optimizer states are on the device, and so are the gradients.
         writing: the last write of all that differs at home.
         computing: a module computes on the unit now.
-        grad_host, grad_drive: the gradients in memory and on the drive.
-        streams_in: gradients come from the device: more may follow, or none; None if nothing comes.
         staged, host_pins: it has host memory that it passes through, and who needs that.
         upload: its values on their way from there.
-        elsewhere: the optimizer states tell the gradients, which are nowhere else.
         params, shared: what the engine's `Gathering` asks of a unit.
     """
 
     updates = 0
     residency = Residency.RESIDENT
-    gradients = State.ABSENT
     stale = False
     fetch: Operation | None = None
     readers = home_readers = home_writers = 0
@@ -91,12 +87,6 @@ class Row(UnitState):
     begun: frozenset[int] | None
     ticket: Ticket | None
     ahead: Ahead | None
-    grad_host: Gradient | None = None
-    grad_drive: Gradient | None = None
-    grad_pins = 0
-    slot: int | None = None
-    streams_in: bool | None = None
-    elsewhere = False
     params: Any = None
     shared: Shared | None = None
 
@@ -108,7 +98,6 @@ class Row(UnitState):
         self.wanted = version
         self.mem, self.home = [version] * spec.tiles, [version] * spec.tiles
         self.kept, self.protected = [NOTHING] * spec.tiles, [NOTHING] * spec.tiles
-        self.grad_moves: list[Operation] = []
         self.on_device = spec.on_device
 
     # What the scheduler sees #
@@ -118,8 +107,12 @@ class Row(UnitState):
         return self.pins > 0
 
     @property
+    def gradients(self) -> State:
+        return self.memory.state(self)
+
+    @property
     def gradients_are_used(self) -> bool:
-        return self.grad_pins > 0
+        return self.memory.of(self).host.pins > 0
 
     @property
     def gradients_have_room(self) -> bool:
@@ -134,7 +127,7 @@ class Row(UnitState):
     @property
     def is_written_home(self) -> bool:
         """A drive has a place for the values."""
-        return (self.moves and not self.spec.host) or self.spec.has_slots
+        return (self.moves and not self.spec.host) or self.spec.is_double_buffered
 
     def put(self, values: list[int]) -> None:
         """Change the values where they are in memory."""
@@ -151,9 +144,8 @@ class Row(UnitState):
     def write_home(self, clock: Clock, versions: dict[int, int]) -> Operation:
         """Start to write tiles of these versions to the drive."""
         beside = {tile: self.begin_write_home(tile) for tile in versions}
-        write = clock.start("write", self.index)
 
-        def end() -> None:
+        def end(write: Operation) -> None:
             self.home_writers -= len(versions)
             self.readers -= len(versions)
             for tile, version in versions.items() if not write.failed else ():
@@ -161,8 +153,7 @@ class Row(UnitState):
                     self.kept[tile] = self.home[tile]
                 self.home[tile] = version
 
-        write.end = end
-        return write
+        return clock.start("write", self.index, end)
 
     def begin_write_home(self, tile: int) -> bool:
         """A tile is being written to the drive; whether that is to the other slot."""
@@ -170,7 +161,7 @@ class Row(UnitState):
             violate("race", f"the home of {self.name} is written while it is read")
         self.home_writers += 1
         self.readers += 1
-        beside = self.home[tile] == self.protected[tile] and self.spec.has_slots
+        beside = self.home[tile] == self.protected[tile] and self.spec.is_double_buffered
         (self.kept if beside else self.home)[tile] = TORN
         return beside
 
@@ -181,11 +172,9 @@ class Row(UnitState):
         if any(version < 0 for version in self.home):
             violate("lost", f"the home of {self.name} has {self.home}")
         self.home_readers += 1
-        read = clock.start("copy" if self.spec.host else "fetch", self.index)
 
-        def end() -> None:
+        def end(read: Operation) -> None:
             self.home_readers -= 1
             self.mem = self.mem if read.failed else list(self.home)
 
-        read.end = end
-        return read
+        return clock.start("copy" if self.spec.host else "fetch", self.index, end)

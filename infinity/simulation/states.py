@@ -11,90 +11,19 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from infinity.io import Priority, Span
 from infinity.simulation.clock import Clock, Operation, Transfer
+from infinity.simulation.drive import Drive, Memory
 from infinity.simulation.filling import TILE_BYTES, DeviceMemory, DeviceRoom
 from infinity.simulation.invariants import violate
-from infinity.tiers.copies import Memory
+from infinity.tiers import copies
 from infinity.tiers.ring import Ring
-from infinity.tiers.slots import Extent, Part, SlotExtent, Slots
+from infinity.tiers.slots import SlotExtent
 from infinity.tiers.states import StateStore, Tile
 
 if TYPE_CHECKING:
     from infinity.simulation.model import UnitSpec
 
-_HOST, _NVME, _DEVICE = Memory.HOST, Memory.NVME, Memory.DEVICE
-_TORN = -1
-
-
-class _Memory:
-    """A tile's home in host memory, or a slot of the ring; a lease."""
-
-    def __init__(self) -> None:
-        self.version = 0
-
-    def tensor(self, *_: object) -> _Memory:
-        return self
-
-    def span(self, _offset: int = 0, nbytes: int = 1) -> Span:
-        return Span(0, nbytes, self)
-
-
-class _Drive:
-    """What the engine's `SwapSpace` does, with a version for each extent."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.slots = Slots()
-        self.versions: list[int] = []
-        self._clock = clock
-
-    def reserve(self, nbytes: int) -> Extent:
-        self.versions.append(0)
-        return Extent((cast(Any, len(self.versions) - 1),), nbytes)
-
-    def reserve_slots(self, nbytes: int, bounds: Sequence[int]) -> SlotExtent:
-        extent = SlotExtent((self.reserve(nbytes), self.reserve(nbytes)), tuple(bounds))
-        self.slots.add(extent)
-        return extent
-
-    @staticmethod
-    def at(extent: Extent) -> int:
-        return cast(int, extent.pieces[0])
-
-    def read(self, extent: Extent | SlotExtent, span: Span, *, priority: Priority) -> Transfer:
-        if isinstance(extent, SlotExtent):
-            return self.read_parts(extent.parts(extent.newest, span, 0), priority)
-        at, memory = self.at(extent), cast(_Memory, span.owner)
-        read = self._clock.start("states read", -1)
-        memory.version = _TORN
-
-        def end() -> None:
-            if self.versions[at] == _TORN:
-                violate("race", "states are read while they are written")
-            memory.version = _TORN if read.failed else self.versions[at]
-
-        read.end = end
-        return Transfer(self._clock, read)
-
-    def read_parts(self, parts: Sequence[Part], priority: Priority) -> Transfer:
-        (part,) = parts
-        return self.read(part.extent, part.span, priority=priority)
-
-    def write(self, extent: Extent | SlotExtent, span: Span) -> Transfer:
-        if isinstance(extent, SlotExtent):
-            (part,) = self.slots.to_write(extent, span, 0)
-            return self.write(part.extent, span)
-        at, memory = self.at(extent), cast(_Memory, span.owner)
-        write = self._clock.start("states write", -1)
-        version, self.versions[at] = memory.version, _TORN
-
-        def end() -> None:
-            if memory.version != version:
-                violate("race", "states change while they are written")
-            self.versions[at] = _TORN if write.failed else version
-
-        write.end = end
-        return Transfer(self._clock, write)
+_HOST, _NVME, _DEVICE = copies.Memory.HOST, copies.Memory.NVME, copies.Memory.DEVICE
 
 
 class States:
@@ -103,7 +32,7 @@ class States:
     Args:
         slots: of the ring.
         device: memory of states on the device.
-        slotted: a tile on the drive has two places there.
+        double_buffered: a tile on the drive has two places there.
         written_through: each tile has.
 
     Attributes:
@@ -118,25 +47,25 @@ class States:
         slots: int,
         device: DeviceMemory,
         *,
-        slotted: bool,
+        double_buffered: bool,
         written_through: bool,
     ) -> None:
-        self._drive = _Drive(clock)
+        self._drive = Drive(clock, read="states read", write="states write")
         self.store = StateStore(
             [unit.tiles if unit.grads else 0 for unit in units],
             1,
             lambda numel: numel * TILE_BYTES,
             [home for unit in units if unit.grads for home in _homes(unit)],
-            arena=cast(Any, SimpleNamespace(lease=lambda _: _Memory())),
+            arena=cast(Any, SimpleNamespace(lease=lambda _: Memory())),
             swap=cast(Any, self._drive),
             counters=cast(Any, SimpleNamespace(moved=lambda *_, **__: None)),
             device=cast(Any, device),
             written_through=written_through,
-            slotted=slotted,
+            double_buffered=double_buffered,
         )
         self._slots = slots
         waits: Any = SimpleNamespace(waiting=lambda _: nullcontext())
-        self.ring = Ring(self.store, cast(Any, [_Memory() for _ in range(slots)]), waits)
+        self.ring = Ring(self.store, cast(Any, [Memory() for _ in range(slots)]), waits)
         self._before: dict[Tile, int] = {}  # versions in the undo log, of tiles that are in memory alone
         self.protected: dict[Tile, int] = {}
         self._all = [tile for unit in range(len(units)) for tile in self.store.tiles(unit)]
@@ -147,7 +76,7 @@ class States:
                 self._versions_there(tile.unit)[tile.start] = 0
         device.is_filling = True
 
-    def has_slots(self, unit: int) -> bool:
+    def keeps_all(self, unit: int) -> bool:
         """An update that is submitted now would keep all old states of the unit on the drive."""
         return all(map(self.store.can_undo, self.store.tiles(unit)))
 
@@ -174,11 +103,11 @@ class States:
     def end(self, tile: Tile, target: int, *, keeps: bool) -> list[Operation]:
         """The tile has become version `target`; returns its write, if there is one."""
         memory = self._memory(tile)
-        if memory.version != target - 1:
-            violate("once", f"{tile.name} are at {memory.version}, and become {target}")
+        if memory.value != target - 1:
+            violate("once", f"{tile.name} are at {memory.value}, and become {target}")
         if keeps and not self.store.can_undo(tile):
-            self._before[tile] = memory.version
-        memory.version = target
+            self._before[tile] = memory.value
+        memory.value = target
         tile.end_write(_HOST)
         return self.let_go(tile)
 
@@ -211,7 +140,7 @@ class States:
         """Have these tiles as they were before a speculative update."""
         for tile in [self.store.tiles(unit)[index] for index in tiles]:
             if tile in self._before:
-                self._memory(tile).version = self._before.pop(tile)
+                self._memory(tile).value = self._before.pop(tile)
                 tile.take_back(_HOST)
             elif isinstance(tile.extent, SlotExtent):
                 self.ring.undo(tile)
@@ -221,15 +150,15 @@ class States:
         for tile in [self.store.tiles(unit)[index] for index in tiles]:
             self.ring.hold(tile)
             with self.ring.before(tile) as place:
-                found = cast(_Memory, place).version, self._memory(tile).version
+                found = cast(Memory, place).value, self._memory(tile).value
                 if found != (target - 1, target):
                     violate("lost", f"{tile.name} are at {found}, and tell no update to {target}")
             self.ring.let_go(tile)
 
     @staticmethod
-    def _memory(tile: Tile) -> _Memory:
+    def _memory(tile: Tile) -> Memory:
         assert tile.lease is not None
-        return cast(_Memory, tile.lease)
+        return cast(Memory, tile.lease)
 
     # Promises #
 
@@ -239,12 +168,12 @@ class States:
         for tile in self._all:
             if isinstance(tile.extent, SlotExtent):
                 newest = tile.extent.slots[tile.extent.newest[0]]
-                self.protected[tile] = self._drive.versions[self._drive.at(newest)]
+                self.protected[tile] = self._drive.value(newest)
 
     def check_committed(self) -> None:
         for tile, version in self.protected.items():
             assert isinstance(tile.extent, SlotExtent)
-            found = [self._drive.versions[self._drive.at(slot)] for slot in tile.extent.slots]
+            found = [self._drive.value(slot) for slot in tile.extent.slots]
             if version not in found:
                 violate("crash", f"{tile.name} are committed at {version}, and the drive has {found}")
 
@@ -252,14 +181,14 @@ class States:
         """All updates of the unit are over."""
         for tile in self.store.tiles(unit):
             if tile.home is _HOST:
-                version = self._memory(tile).version
+                version = self._memory(tile).value
             elif tile.home is _DEVICE:
                 version = self._versions_there(unit)[tile.start]
             else:
                 assert tile.extent is not None
                 extent = tile.extent
                 newest = extent.slots[extent.newest[0]] if isinstance(extent, SlotExtent) else extent
-                version = self._drive.versions[self._drive.at(newest)]
+                version = self._drive.value(newest)
             if version != wanted:
                 violate("once", f"{tile.name} have had {version} updates, and {wanted} were asked for")
 
@@ -270,7 +199,7 @@ class States:
             violate("closed", f"{self._slots - len(self.ring._free)} slots of the ring are held")
 
 
-def _homes(unit: UnitSpec) -> list[Memory]:
+def _homes(unit: UnitSpec) -> list[copies.Memory]:
     if unit.on_device:
         return [_DEVICE] * unit.tiles
     return [_NVME if tile < unit.stored else _HOST for tile in range(unit.tiles)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from infinity.errors import InfinityError, StorageError
 from infinity.optim.reading import Reading
@@ -27,7 +28,7 @@ class Ticket:
         keeps: its gradients may be of use again.
         logs: its old states may be, too: nobody has decided on it yet.
         recovers: both slots of the states tell the gradients, so that their memory serves others.
-        images: of room for before-images that it takes.
+        images: tiles of the undo log that it takes.
         chosen: the worker is at it, or has been.
     """
 
@@ -126,7 +127,7 @@ class Worker:
             self._wakes = True
             self._clock.start("pick", -1, self._pick)
 
-    def _pick(self) -> None:
+    def _pick(self, _: Operation | None = None) -> None:
         """What the engine's worker does between two tiles."""
         self._wakes = True  # as long as it waits for the drive
         self.states.ring.reap()
@@ -167,8 +168,7 @@ class Worker:
                 self._finish(ticket, error)
                 return
             ticket.row.updating_tile = ticket.tiles[0].index
-            tile = self._clock.start("update", ticket.unit)
-            tile.end = lambda: self._updated(ticket, tile)
+            self._clock.start("update", ticket.unit, partial(self._updated, ticket))
         else:
             self._finish(ticket)
 
@@ -177,8 +177,9 @@ class Worker:
         row, tile = ticket.row, ticket.tiles[0].index
         if row.computing:
             violate("race", f"{row.name} is updated while a module computes on it")
-        if row.gradients_are_used is False or row.grad_host != ticket.due.grad:
-            violate("once", f"{row.name} is updated with gradients {row.grad_host}, and {ticket.due.grad} are due")
+        found = row.memory.value(row)
+        if row.gradients_are_used is False or found != ticket.due.grad:
+            violate("once", f"{row.name} is updated with gradients {found}, and {ticket.due.grad} are due")
         if row.mem[tile] != ticket.due.target - 1:
             violate("once", f"tile {tile} of {row.name} is at {row.mem[tile]}, and becomes {ticket.due.target}")
 

@@ -21,7 +21,7 @@ from infinity.tiers.params import Params
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
 from infinity.tiers.slots import Extent
 from infinity.tiers.states import StateStore
-from infinity.tiers.swap import SwapPath, SwapSpace, open_swap
+from infinity.tiers.swap import SwapSpace, open_swap
 from infinity.tiers.unit_params import Device, FlatSpec, FrozenReader, Residency
 from infinity.tiers.weight_files import FileRun, StoredTensor, WeightFile, WeightFiles, lay_out_image
 
@@ -56,7 +56,6 @@ __all__ = [
     "State",
     "StateStore",
     "StoredTensor",
-    "SwapPath",
     "SwapSpace",
     "Transfer",
     "UnitGrads",

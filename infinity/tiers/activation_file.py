@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,10 +86,10 @@ class _File:
         try:
             os.posix_fallocate(self.owned.descriptor, self._size, nbytes)
         except OSError as error:
-            raise StorageError(
-                error.errno or errno.EIO,
+            raise StorageError.of(
+                error,
                 f"cannot reserve {nbytes} bytes more for activations: free some, or choose another nvme path",
-                str(self.owned.path),
+                self.owned.path,
                 self._size,
             ) from error
         self.free.give(self._size, nbytes)

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from infinity.config import format_size, size_to_set
 from infinity.errors import CapacityError, InfinityError
 from infinity.io import IoStats, Priority
-from infinity.memory import Arena, Lease
+from infinity.memory import Arena, Lease, aligned
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
@@ -121,7 +121,7 @@ class ActivationStore:
         if not self._takes(tensor):
             return _Packed(tensor, None, self._dropped)
         self._settle()
-        lease = self._room(_padded(tensor.nbytes))
+        lease = self._room(aligned(tensor.nbytes))
         if lease is None:
             return _Packed(tensor, None, self._dropped)
         entry = _Entry((*self._turn, self._count), tensor, lease)
@@ -199,7 +199,7 @@ class ActivationStore:
             and tensor.is_floating_point()
             and tensor.layout is torch.strided
             and tensor.device == self._link.device
-            and _padded(tensor.nbytes) <= self._arena.capacity_bytes
+            and aligned(tensor.nbytes) <= self._arena.capacity_bytes
             and tensor.untyped_storage()._cdata not in self._keep
             and _is_dense(tensor)
         )
@@ -237,7 +237,7 @@ class ActivationStore:
         return False
 
     def _needed_room(self, entry: _Entry) -> Lease:
-        nbytes = _padded(entry.nbytes)
+        nbytes = aligned(entry.nbytes)
         lease = self._room(nbytes)
         if lease is None:
             raise CapacityError(
@@ -286,7 +286,7 @@ class ActivationStore:
         entry.source = None
         if self._files is None or entry.lease is None:
             return
-        entry.place = self._files.take(_padded(entry.nbytes))
+        entry.place = self._files.take(aligned(entry.nbytes))
         write = self._files.write(entry.place, entry.lease.span())
         entry.begin_move(_HOST, _NVME, write, StallCause.DISK_WRITE)
         self._counters.moved("nvme_write", entry.lease.nbytes, write, field="activations")
@@ -305,8 +305,8 @@ class ActivationStore:
 
     def _read_ahead(self, used: _Entry) -> None:
         """Read the entries that backward needs after this one into free room."""
-        while (entry := self._away.next_after(used)) is not None:
-            lease = self._arena.try_lease(_padded(entry.nbytes))
+        while (entry := next(self._away.after(used), None)) is not None:
+            lease = self._arena.try_lease(aligned(entry.nbytes))
             if lease is None:
                 return
             self._read(entry, Priority.PREFETCH, lease)
@@ -331,13 +331,9 @@ class _ByNeed:
         del self._entries[bisect_left(self._entries, entry)]
 
     def after(self, entry: _Entry) -> Iterator[_Entry]:
-        """Yield the entries that backward needs after this one, in its order."""
+        """Yield the entries that backward needs after this one, which may be elsewhere, in its order."""
         for index in range(bisect_left(self._entries, entry) - 1, -1, -1):
             yield self._entries[index]
-
-    def next_after(self, entry: _Entry) -> _Entry | None:
-        """Return the entry that backward needs next after this one, which may be outside of this container."""
-        return next(self.after(entry), None)
 
 
 class _Packed:
@@ -416,10 +412,6 @@ class _Entry(Field):
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without its autograd graph. The graph holds the saved tensors: a cycle would never be freed."""
     return tensor if tensor.grad_fn is None else tensor.detach()
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -93,6 +93,7 @@ class Arrival:
         return None
 
 
+@dataclass(eq=False)
 class UnitGrads:
     """One unit's gradients, and the places where they may be.
 
@@ -111,38 +112,22 @@ class UnitGrads:
         sum: memory on the device for sums over micro-batches, see `DeviceSums`; None if there is none.
     """
 
-    __slots__ = (
-        "arrival",
-        "extent",
-        "field",
-        "host",
-        "is_elsewhere",
-        "lease",
-        "measured",
-        "nbytes",
-        "numel",
-        "own",
-        "sum",
-        "tensor",
-        "there",
-        "unit",
-    )
+    unit: int
+    numel: int
+    nbytes: int
+    own: Lease | None = None
+    lease: Lease | None = None
+    tensor: torch.Tensor | None = None
+    extent: Extent | None = None
+    arrival: Arrival | None = None
+    is_elsewhere: bool = False
+    there: torch.Tensor | None = None
+    measured: Transfer | None = None
+    sum: torch.Tensor | None = None
 
-    def __init__(self, unit: int, numel: int, nbytes: int) -> None:
-        self.unit = unit
-        self.numel = numel
-        self.nbytes = nbytes
-        self.field = Field(f"the gradients of unit {unit}", (_NVME, _HOST))
+    def __post_init__(self) -> None:
+        self.field = Field(f"the gradients of unit {self.unit}", (_NVME, _HOST))
         self.host = self.field.copies[_HOST]
-        self.own: Lease | None = None
-        self.lease: Lease | None = None
-        self.tensor: torch.Tensor | None = None
-        self.extent: Extent | None = None
-        self.arrival: Arrival | None = None
-        self.is_elsewhere = False
-        self.there: torch.Tensor | None = None
-        self.measured: Transfer | None = None
-        self.sum: torch.Tensor | None = None
 
     @property
     def spills(self) -> bool:

@@ -51,10 +51,10 @@ class Params:
         files: existing files that homes lie in.
         device: None if the compute device is the CPU.
         written_through: whether every unit that is not in files has a double-buffered copy on NVMe.
-        slotted: elements of a tile, if units whose home is NVMe are double-buffered; else 0.
+        double_buffered_numel: elements of a tile, if units whose home is NVMe are double-buffered; else 0.
 
     Attributes:
-        has_slots: whether units whose home is NVMe are double-buffered.
+        is_double_buffered: whether units whose home is NVMe are double-buffered.
         keeps_steps: whether every change of an update is written.
         ledger: of device memory for units that are fetched and evicted.
         passing: units on their way to the device through host memory, oldest first. Each has pinned its HOST copy.
@@ -74,10 +74,10 @@ class Params:
         files: WeightFiles | None = None,
         device: Device | None = None,
         written_through: bool = False,
-        slotted: int = 0,
+        double_buffered_numel: int = 0,
     ) -> None:
         self.keeps_steps = written_through
-        self.has_slots = slotted > 0
+        self.is_double_buffered = double_buffered_numel > 0
         self.specs = tuple(specs)
         self.handing_over = arena.handing_over
         self.passing: dict[UnitParams, None] = {}
@@ -93,8 +93,12 @@ class Params:
             extent: Extent | SlotExtent | None = None
             if home is Memory.FILE:
                 extent = by.files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
-            elif slotted and spec.shard_nbytes and (home is Memory.NVME or (written_through and not spec.runs)):
-                extent = swap.reserve_slots(spec.shard_nbytes, spec.bounds(slotted))
+            elif (
+                double_buffered_numel
+                and spec.shard_nbytes
+                and (home is Memory.NVME or (written_through and not spec.runs))
+            ):
+                extent = swap.reserve_slots(spec.shard_nbytes, spec.bounds(double_buffered_numel))
             elif home is Memory.NVME:
                 extent = swap.reserve(spec.shard_nbytes)
             units.append(UnitParams(index, spec, home, lease, extent, by))

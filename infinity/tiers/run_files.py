@@ -141,7 +141,7 @@ def flush_names(directories: Sequence[Path]) -> None:
         try:
             sync_directory(path)
         except OSError as error:
-            raise StorageError(error.errno or errno.EIO, "cannot flush the names of states", str(path), 0) from error
+            raise StorageError.of(error, "cannot flush the names of states", path) from error
 
 
 def remove(files: Sequence[KeptFile]) -> None:
@@ -232,7 +232,7 @@ class RunFiles:
             self._replace(record.to_bytes())
         except OSError as error:
             why = f"cannot write the record of a finished step ({error.strerror})"
-            raise StorageError(error.errno or errno.EIO, why, str(self.record_path), 0) from error
+            raise StorageError.of(error, why, self.record_path) from error
 
     def _replace(self, content: bytes) -> None:
         """Write and flush a new file, and rename it to the record; raises OSError."""

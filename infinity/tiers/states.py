@@ -14,7 +14,7 @@ from infinity.errors import InfinityError
 from infinity.io import Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers.copies import Copy, Field, Memory, State, Transfer
+from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
 from infinity.tiers.device_states import DeviceStates, Fields
 from infinity.tiers.slots import Extent, SlotExtent
 from infinity.tiers.swap import SwapSpace
@@ -110,7 +110,7 @@ class StateStore:
         homes: home of each tile, in the order of the units.
         device: memory of tiles on the device; None if no tile can be on it.
         written_through: whether every tile, also one in memory, is double-buffered on NVMe.
-        slotted: whether tiles whose home is NVMe are double-buffered.
+        double_buffered: whether tiles whose home is NVMe are double-buffered.
 
     Attributes:
         units: by index.
@@ -128,10 +128,10 @@ class StateStore:
         counters: Counters,
         device: DeviceStates | None = None,
         written_through: bool = False,
-        slotted: bool = False,
+        double_buffered: bool = False,
     ) -> None:
         self._written_through = written_through
-        self._slotted = slotted
+        self._double_buffered = double_buffered
         self._arena = arena
         self._swap = swap
         self._counters = counters
@@ -151,7 +151,7 @@ class StateStore:
                 self.make_room_there(unit)
 
     def _reserve(self, home: Memory, nbytes: int) -> Extent | SlotExtent | None:
-        if self._written_through or (self._slotted and home is Memory.NVME):
+        if self._written_through or (self._double_buffered and home is Memory.NVME):
             return self._swap.reserve_slots(nbytes, (0, nbytes))
         return self._swap.reserve(nbytes) if home is Memory.NVME else None
 
@@ -176,12 +176,15 @@ class StateStore:
             raise InfinityError(f"{tile.name} is lost: an update or a write of it has failed")
         if tile.home is Memory.DEVICE:
             self._download(tile, slot)
-            return
+        else:
+            self._read_nvme(tile, slot, priority)
+
+    def _read_nvme(self, tile: Tile, slot: Lease, priority: Priority) -> Move:
         assert tile.extent is not None
         read = self._swap.read(tile.extent, slot.span(0, tile.nbytes), priority=priority)
         tile.lease = slot
-        tile.begin_move(Memory.NVME, Memory.HOST, read, StallCause.DISK_READ)
         self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
+        return tile.begin_move(Memory.NVME, Memory.HOST, read, StallCause.DISK_READ)
 
     def write(self, tile: Tile) -> Transfer:
         """Start writing a tile from its host memory, a slot or its home."""
@@ -233,11 +236,8 @@ class StateStore:
                 self._read_home(tile)
 
     def _read_home(self, tile: Tile) -> None:
-        assert tile.extent is not None
         assert tile.lease is not None
-        read = self._swap.read(tile.extent, tile.lease.span(0, tile.nbytes), priority=Priority.DEMAND)
-        self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
-        tile.finish_move(tile.begin_move(Memory.NVME, Memory.HOST, read, StallCause.DISK_READ))
+        tile.finish_move(self._read_nvme(tile, tile.lease, Priority.DEMAND))
 
     # The device #
 

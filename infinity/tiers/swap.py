@@ -9,17 +9,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import disk_usage
 
 import torch
 
+from infinity.config import NvmeConfig
 from infinity.errors import CheckpointError, InfinityError, StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, open_engine
 from infinity.io.bench import BenchSession, bench_file
 from infinity.io.interface import together
-from infinity.memory import Arena
+from infinity.memory import Arena, aligned
 from infinity.tiers.checksums import Checksums, check_available
 from infinity.tiers.records import Generation
 from infinity.tiers.run_files import RunFiles
@@ -28,27 +30,12 @@ from infinity.tiers.striping import Piece, Stripe, Striping
 from infinity.tiers.swap_file import OwnedFile, adopt_owned, create_owned, remove_stale
 
 _log = logging.getLogger(__name__)
-ALIGN_BYTES = 4096
 _PROBE_BLOCK_BYTES, _PROBE_DEPTH = 4 << 20, 64
 _PROBE_BYTES = 128 << 20  # takes a tenth of a second on a fast drive
 
 
-@dataclass(frozen=True)
-class SwapPath:
-    """A directory on a drive.
-
-    Attributes:
-        capacity_bytes: how much of it may be used; None for all free space.
-        bytes_per_s: its bandwidth, which decides its share of the work; None to measure it if needed.
-    """
-
-    path: Path
-    capacity_bytes: int | None = None
-    bytes_per_s: float | None = None
-
-
 def open_swap(
-    paths: Sequence[SwapPath],
+    paths: Sequence[NvmeConfig],
     options: IoOptions,
     backend: str = "auto",
     *,
@@ -59,6 +46,8 @@ def open_swap(
     """Open swap space on these directories, with an engine, and so a queue of `options.queue_depth`, for each drive.
 
     Args:
+        paths: a capacity of None means all free space; a bandwidth of None is measured if the paths are on several
+            drives.
         run: the run that owns the files, if they must outlive the process.
 
     Raises:
@@ -140,7 +129,7 @@ class SwapSpace:
         free_bytes: dict[int, int] = {}
         for stripe in self._stripes:
             with suppress(OSError):  # a missing directory has no free space
-                free_bytes[stripe.path.stat().st_dev] = _free_bytes(stripe.path)
+                free_bytes[stripe.path.stat().st_dev] = disk_usage(stripe.path).free
         limits = sum(stripe.capacity_bytes for stripe in self._stripes)
         return min(limits, self.size_bytes + sum(free_bytes.values()))
 
@@ -156,7 +145,7 @@ class SwapSpace:
 
     def reserve(self, nbytes: int) -> Extent:
         """Reserve an aligned extent. Raises StorageError if no directory has room for it within its capacity."""
-        nbytes = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        nbytes = aligned(nbytes)
         extent = Extent(self._striping.reserve(nbytes), nbytes)
         if self._checksums is not None:
             self._checksums[extent] = Checksums()
@@ -208,7 +197,7 @@ class SwapSpace:
             raise
 
     @property
-    def _slotted_by(self) -> str:
+    def _double_buffered_by(self) -> str:
         speculative = 'the update schedule "speculative" (see tiering.update_schedule, "deferred" needs one)'
         return speculative if self.run is None else "tiering.crash_consistent"
 
@@ -216,7 +205,7 @@ class SwapSpace:
         """Return the error with a cause that users may not expect."""
         return StorageError(
             error.errno or errno.ENOSPC,
-            f"{error.strerror}; {self._slotted_by} keeps two slots of what a step writes "
+            f"{error.strerror}; {self._double_buffered_by} keeps two slots of what a step writes "
             f"({self.slots.nbytes} bytes so far, of rank {self._rank}), without it half of that is enough",
             str(error.filename),
             error.offset,
@@ -280,9 +269,7 @@ class SwapSpace:
             try:
                 self.flush(owned.descriptor)
             except OSError as error:
-                raise StorageError(
-                    error.errno or errno.EIO, "cannot flush what a step has written", str(owned.path), 0
-                ) from error
+                raise StorageError.of(error, "cannot flush what a step has written", owned.path) from error
 
     # A run that outlives the process #
 
@@ -374,19 +361,14 @@ def _locate(files: Sequence[Path], extent: Extent, offset: int, nbytes: int) -> 
 # Drives #
 
 
-def _capacity(path: SwapPath, alternatives: int) -> int:
+def _capacity(path: NvmeConfig, alternatives: int) -> int:
     if path.capacity_bytes is not None:
         return path.capacity_bytes
     # With one directory, let `create` fail: it knows the total size.
-    return _free_bytes(path.path) if alternatives > 1 else sys.maxsize
+    return disk_usage(path.path).free if alternatives > 1 else sys.maxsize
 
 
-def _free_bytes(directory: Path) -> int:
-    space = os.statvfs(directory)
-    return space.f_bavail * space.f_frsize
-
-
-def _weights(paths: Sequence[SwapPath], drives: Sequence[int], options: IoOptions, backend: str) -> list[float]:
+def _weights(paths: Sequence[NvmeConfig], drives: Sequence[int], options: IoOptions, backend: str) -> list[float]:
     """Return the bandwidth of every directory: as given, or measured if there is more than one drive."""
     if len(set(drives)) == 1 and all(path.bytes_per_s is None for path in paths):
         return [1.0] * len(paths)
@@ -407,7 +389,7 @@ def _measure(directory: Path, options: IoOptions, backend: str) -> float:
         block_size_bytes=min(options.block_size_bytes, _PROBE_BLOCK_BYTES),
         queue_depth=min(options.queue_depth, _PROBE_DEPTH),
     )
-    size = max(16 * options.block_size_bytes, min(_PROBE_BYTES, _free_bytes(directory) // 8))
+    size = max(16 * options.block_size_bytes, min(_PROBE_BYTES, disk_usage(directory).free // 8))
     arena = Arena(4 * options.block_size_bytes * options.queue_depth)
     try:
         with arena.lease(arena.capacity_bytes) as lease, bench_file(directory, size) as file:

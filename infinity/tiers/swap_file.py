@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from shutil import disk_usage
 from types import FrameType
 
 from infinity.errors import StorageError
@@ -65,7 +66,7 @@ def swap_directory(directory: Path, wanted: str, *, lasting: bool = False) -> It
             names = sorted(entry.name for entry in entries)
         yield descriptor, names
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, f"cannot look for {wanted}", str(directory), None) from error
+        raise StorageError.of(error, f"cannot look for {wanted}", directory, None) from error
     finally:
         os.close(descriptor)
 
@@ -138,7 +139,7 @@ class OwnedFile:
             os.rename(place.path.name, name, src_dir_fd=place.directory, dst_dir_fd=place.directory)
             os.fsync(place.directory)
         except OSError as error:
-            raise StorageError(error.errno or errno.EIO, f"cannot become {name}", str(place.path), 0) from error
+            raise StorageError.of(error, f"cannot become {name}", place.path) from error
         place.path = place.path.with_name(name)
         place.kept = True
         _live.discard(place)
@@ -189,7 +190,7 @@ def create_owned(directory: Path, rank: int, nbytes: int, name: str | None = Non
         os.close(place.directory)
         if not isinstance(error, OSError):
             raise
-        raise StorageError(error.errno or errno.EIO, "cannot create a swap file here", str(directory), None) from error
+        raise StorageError.of(error, "cannot create a swap file here", directory, None) from error
     _reserve(owned, directory, nbytes)
     return owned
 
@@ -221,7 +222,7 @@ def adopt_owned(directory: Path, name: str, nbytes: int, kept_bytes: int) -> Own
         why = f"cannot take over the states of an earlier process ({error.strerror})"
         if isinstance(error, BlockingIOError):
             why = "a living process has these states: end it first, or give each run a directory of its own"
-        raise StorageError(error.errno or errno.EIO, why, str(place.path), 0) from error
+        raise StorageError.of(error, why, place.path) from error
     owned = OwnedFile(place, descriptor)
     _reserve(owned, directory, max(nbytes, os.fstat(descriptor).st_size))
     return owned
@@ -234,12 +235,11 @@ def _reserve(owned: OwnedFile, directory: Path, nbytes: int) -> None:
             os.posix_fallocate(owned.descriptor, 0, nbytes)
     except OSError as error:
         owned.remove()
-        raise StorageError(
-            error.errno or errno.EIO,
+        raise StorageError.of(
+            error,
             f"cannot reserve {nbytes} bytes for the model's states "
             f"({_free(directory)} bytes are free): free some, or choose another nvme path",
-            str(directory),
-            0,
+            directory,
         ) from error
 
 
@@ -276,10 +276,9 @@ _without_locks: set[Path] = set()
 
 def _free(directory: Path) -> int | str:
     try:
-        space = os.statvfs(directory)
+        return disk_usage(directory).free
     except OSError:
         return "an unknown number of"
-    return space.f_bavail * space.f_frsize
 
 
 # SIGTERM ends a Python process without its exit handlers, so the swap files would stay. If the application has not

@@ -27,13 +27,13 @@ import torch
 
 from infinity.io import IoFuture, Priority, Span
 from infinity.io.gds import DeviceReads
-from infinity.memory import Arena, Lease, SparePages, StableBuffer, stable_memory
+from infinity.memory import ALIGN_BYTES, Arena, Lease, SparePages, StableBuffer, aligned, stable_memory
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.link import Link
 from infinity.tiers.sharding import WHOLE, Piece, Sharding
 from infinity.tiers.slots import Extent, SlotExtent
-from infinity.tiers.swap import ALIGN_BYTES, SwapSpace
+from infinity.tiers.swap import SwapSpace
 from infinity.tiers.weight_files import FileRun, WeightFiles
 
 FrozenReader = Callable[[int, int, torch.Tensor], torch.Tensor]
@@ -347,7 +347,7 @@ class UnitParams:
         assert self._extent is not None
         size = self.spec.dtype.itemsize
         first = start * size // ALIGN_BYTES * ALIGN_BYTES
-        end = min(-(-(start + numel) * size // ALIGN_BYTES) * ALIGN_BYTES, self._extent.nbytes)
+        end = min(aligned((start + numel) * size), self._extent.nbytes)
         begin = -into.data_ptr() % ALIGN_BYTES
         self._read_at(Span(into.data_ptr() + begin, end - first, into), first, Priority.WRITE_BACK).result()
         begin += start * size - first
@@ -356,14 +356,14 @@ class UnitParams:
     # Double-buffered units #
 
     @property
-    def has_slots(self) -> bool:
+    def is_double_buffered(self) -> bool:
         """Whether the unit is double-buffered, so that a change can be rolled back."""
         return isinstance(self._extent, SlotExtent)
 
     def can_undo(self) -> bool:
         """Whether a change that is written to NVMe would keep the present values in the other slot."""
-        slotted = isinstance(self._extent, SlotExtent) and self._by.swap.slots.keeps(self._extent)
-        return slotted and self.home is not Memory.DEVICE and self.field.is_newest(Memory.NVME)
+        keeps = isinstance(self._extent, SlotExtent) and self._by.swap.slots.keeps(self._extent)
+        return keeps and self.home is not Memory.DEVICE and self.field.is_newest(Memory.NVME)
 
     def can_put_back(self) -> bool:
         """Whether the values can be changed at any time without reading or writing a file."""

@@ -26,10 +26,11 @@ import torch
 from infinity.errors import StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoStats, Priority, Span
 from infinity.io.interface import together
+from infinity.memory import ALIGN_BYTES, aligned
 from infinity.tiers.checksums import Checked
 from infinity.tiers.slots import Extent
 from infinity.tiers.striping import Piece
-from infinity.tiers.swap import ALIGN_BYTES, overlapping
+from infinity.tiers.swap import overlapping
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class WeightFile:
         try:
             return WeightFile.seen(path, path.stat())
         except OSError as error:
-            raise StorageError(error.errno or errno.EIO, "cannot look at these weights", str(path), 0) from error
+            raise StorageError.of(error, "cannot look at these weights", path) from error
 
     @staticmethod
     def seen(path: Path, found: os.stat_result) -> WeightFile:
@@ -107,7 +108,7 @@ def lay_out_image(tensors: Sequence[StoredTensor]) -> tuple[list[int], tuple[Fil
     for index in sorted(range(len(tensors)), key=lambda i: (str(tensors[i].file.path), tensors[i].start)):
         tensor = tensors[index]
         first = tensor.start // ALIGN_BYTES * ALIGN_BYTES
-        end = -(-(tensor.start + tensor.nbytes) // ALIGN_BYTES) * ALIGN_BYTES
+        end = aligned(tensor.start + tensor.nbytes)
         last = runs[-1] if runs else None
         if last is not None and last.file == tensor.file and first <= last.start + last.nbytes:
             runs[-1] = FileRun(last.file, last.start, max(end, last.start + last.nbytes) - last.start)
@@ -192,7 +193,7 @@ class _Opened:
         try:
             self._descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise StorageError(error.errno or errno.EIO, "cannot open these weights", str(file.path), 0) from error
+            raise StorageError.of(error, "cannot open these weights", file.path) from error
         try:
             found = os.fstat(self._descriptor)
             file.check(found)

@@ -18,9 +18,9 @@ from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
 from infinity.kernels import cpus_near, share_threads
 from infinity.memory import Arena, Lease, Ledger, Level
-from infinity.optim.before_images import BeforeImages
 from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.undo_log import UndoLog
 from infinity.schedule import Cycle, MemorySplit, split_memory
 from infinity.schedule.on_device import addresses_stay
 from infinity.schedule.placement import Placement, place, summed_once
@@ -39,7 +39,6 @@ from infinity.tiers import (
     Params,
     StateStore,
     StoredTensor,
-    SwapPath,
     SwapSpace,
     WeightFiles,
     open_swap,
@@ -333,7 +332,7 @@ class _Held:
     grads_there: DeviceGrads | None
     sums: DeviceSums
     files: WeightFiles
-    images: BeforeImages | None
+    images: UndoLog | None
 
 
 def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
@@ -371,7 +370,7 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
         counters=memory.counters,
         device=DeviceStates(plan.link, sizing.layout) if sizing.there or sizing.may_come else None,
         written_through=plan.config.tiering.crash_consistent,
-        slotted=sizing.has_slots,
+        double_buffered=sizing.is_double_buffered,
     )
 
 
@@ -391,7 +390,7 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
         files=files,
         device=apart,
         written_through=plan.config.tiering.crash_consistent,
-        slotted=sizing.tile_numel if sizing.has_slots else 0,
+        double_buffered_numel=sizing.tile_numel if sizing.is_double_buffered else 0,
     )
     undo.callback(params.close)
     images = _room_for_images(plan, undo)
@@ -491,7 +490,7 @@ def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
     """Warn if no update can be speculative although the configuration asks for it."""
     if (
         plan.config.tiering.update_schedule == "speculative"
-        and not any(unit.has_slots for unit in held.params.units)
+        and not any(unit.is_double_buffered for unit in held.params.units)
         and held.images is None
         and not plan.sizing.rules.grads.recovers
     ):
@@ -502,11 +501,11 @@ def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
         )
 
 
-def _room_for_images(plan: _Plan, undo: ExitStack) -> BeforeImages | None:
+def _room_for_images(plan: _Plan, undo: ExitStack) -> UndoLog | None:
     """Allocate the undo log, if it has any room."""
     if not plan.split.images_bytes:
         return None
-    images = undo.enter_context(closing(BeforeImages(plan.split.images_bytes)))
+    images = undo.enter_context(closing(UndoLog(plan.split.images_bytes)))
     plan.host.count("what updates ahead replace", images.arena)
     return images
 
@@ -589,9 +588,8 @@ def _open_run(plan: _Plan, facts: RunFacts) -> RunFiles | None:
 
 def _open_disk(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> SwapSpace:
     config = plan.config
-    paths = [SwapPath(nvme.path, nvme.capacity_bytes, nvme.bytes_per_s) for nvme in plan.sizing.rules.drives]
     swap = open_swap(
-        paths,
+        plan.sizing.rules.drives,
         _io_options(config),
         config.tiering.io_backend,
         checksum=config.tiering.checksum,

@@ -117,7 +117,7 @@ class Executor:
             len(grads.slots),
             grads.leased,
             writes_all=params.keeps_steps,
-            writes_unreconstructable=params.has_slots,
+            writes_unreconstructable=params.is_double_buffered,
         )
         self._step_is_over = True  # if False, updated units stay hidden: torch shows no new values before `step()`
 

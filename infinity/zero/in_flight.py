@@ -3,7 +3,7 @@
 [Note: updates ahead]
 If the global norm decides on an update (clipping, skipped steps), the update may run *speculatively*, before the norm
 is known, as if the norm were small. It runs on the tiles of a unit whose old version stays in another slot on NVMe
-(slots.py) or fits into the undo log (before_images.py). Once the norm is known, the update is *committed*, and the
+(slots.py) or fits into the undo log (undo_log.py). Once the norm is known, the update is *committed*, and the
 remaining tiles are updated, or it is *rolled back*. Until then the unit keeps its gradients, unless they can be
 *reconstructed* from the two versions of all its states (see [Note: lost gradients] in csrc/adam/recovery.h): then
 their memory serves other units. Parameters can be reconstructed in the same way, so parameters that stay in memory need
@@ -23,10 +23,10 @@ import torch
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.kernels import update_on_device
-from infinity.optim.before_images import Image
 from infinity.optim.formats import StateLayout
 from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
 from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.undo_log import Image
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import DeviceGrads, Fields, GradStore, Memory, Params, StateStore
 from infinity.zero.unit import Ahead, OldParams, Unit
@@ -230,11 +230,11 @@ class InFlight:
         can_undo, can_put_back = params.can_undo(), params.can_put_back()
         if can_undo and write:
             return OldParams.SLOTS
-        may_be_told = can_put_back or (params.has_slots and not self._params.keeps_steps)
+        may_be_told = can_put_back or (params.is_double_buffered and not self._params.keeps_steps)
         if (
             may_be_told
             and undoing.can_recover_param(foreseen.segments, self._grads.dtype)
-            and undoing.has_slots(each.index)
+            and undoing.keeps_all(each.index)
         ):
             return OldParams.STATES
         if can_undo:

@@ -13,9 +13,9 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.kernels import Hyper
-from infinity.optim.before_images import image_bytes
 from infinity.optim.formats import SHARD_ALIGN, StateLayout, can_recover, can_recover_param, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
+from infinity.optim.undo_log import image_bytes
 from infinity.schedule import MemoryNeeds
 from infinity.schedule.on_device import as_far_as_fits, promotion_order
 from infinity.schedule.placement import (
@@ -148,7 +148,7 @@ class Sizing:
         return self.rules.states.keeps_steps
 
     @property
-    def has_slots(self) -> bool:
+    def is_double_buffered(self) -> bool:
         """Whether fields on the drives are double-buffered."""
         return self.keeps_steps or self.schedule is UpdateSchedule.SPECULATIVE
 
@@ -157,7 +157,7 @@ class Sizing:
         """Whether updates of units on the drives are always written: for crash consistency, or because a rollback needs
         the old parameters in the other slot."""
         told = _recovers(self.layout, self.grad_dtype) and can_recover_param(self.layout)
-        return self.keeps_steps or (self.has_slots and not told)
+        return self.keeps_steps or (self.is_double_buffered and not told)
 
     @property
     def images_bytes(self) -> int:

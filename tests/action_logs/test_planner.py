@@ -1,4 +1,4 @@
-"""The planner rehearses a step with the actions that the engine takes in it."""
+"""The planner simulates a step with the actions that the engine takes in it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 from infinity.config import Config, load_config
 from infinity.errors import CapacityError
 from infinity.planner import Machine, Rates, count_work, plan_training, with_numbers
-from infinity.planner.lanes import Machine as Lanes
-from infinity.planner.lanes import Process, Task, Until
-from infinity.planner.rehearsal import PARTS, Stage
-from infinity.planner.rehearsed_worker import OPTIMIZER
+from infinity.planner.lanes import Lanes, Process, Task, Until
+from infinity.planner.simulated_step import PARTS, Stage
+from infinity.planner.simulated_worker import OPTIMIZER
 from infinity.planner.step_work import step_work
 from infinity.schedule.actions import Action, Evict, Fetch, Spill, Submit, SubmitAhead
 from infinity.zero.sizing import compute_dtype
@@ -25,14 +24,14 @@ from tests.behaviour.reference import named_budget
 
 UNFORESEEN = {
     "branches": "what is left out of a step is not known before",
-    "speculative_clips": "a step is rehearsed as one whose gradients are not clipped",
+    "speculative_clips": "a step is simulated as one whose gradients are not clipped",
     "frozen_in_files": "a plan is made without the files of the weights",
     "ranks": "an update waits until all ranks have found its gradients finite, while they compute on",
     "ranks_stage_2": "as above",
     "ranks_deferred_sums": "gradients are reduced while the next unit is computed on",
     "device_half_there": "how many states the device takes depends on its memory",
 }
-MOVES_ALONE = {"layer_major": "micro-batches that are in a block together are rehearsed as one"}
+MOVES_ALONE = {"layer_major": "micro-batches that are in a block together are simulated as one"}
 ALL = CASES | ON_DEVICE
 FORESEEN = [name for name in ALL if name not in UNFORESEEN]
 LAST_STEP = f"# step {STEPS - 1}\n"
@@ -72,7 +71,7 @@ class Logged(Stage):
         return super()._phase(name, process)
 
 
-def rehearsed(case: Case, path: Path) -> list[str]:
+def simulated(case: Case, path: Path) -> list[str]:
     """The last step, in the words of a golden log."""
     machine = Machine(case.ranks, case.ranks, None if case.device == "cpu" else 1 << 30)
 
@@ -90,7 +89,7 @@ def rehearsed(case: Case, path: Path) -> list[str]:
     stage = Logged(
         step_work(plan, config(host_memory), work, RATES), Prompt(PARTS, lambda busy: dict.fromkeys(busy, 1.0))
     )
-    stage.machine.run(stage.compute_thread(), stage.worker.run())
+    stage.lanes.run(stage.compute_thread(), stage.worker.run())
     last = [index for index, action in enumerate(stage.actions) if action == "forward"][-plan_passes(case)]
     names = [spec.name or "the rest" for spec in plan.sizing.specs]
     return [words for action in stage.actions[last:] if (words := _words(action, names)) is not None]
@@ -129,7 +128,7 @@ def logged(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", FORESEEN)
 def test_the_planner_takes_the_actions_that_the_engine_takes(name, tmp_path) -> None:
-    here, there = rehearsed(ALL[name], tmp_path), logged(name)
+    here, there = simulated(ALL[name], tmp_path), logged(name)
     if name in MOVES_ALONE:
         here, there = ([words for words in log if not words.startswith("submit")] for log in (here, there))
     if ALL[name].schedule == "speculative":  # where the old parameters are decides on whether new ones are written

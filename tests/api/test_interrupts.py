@@ -433,7 +433,7 @@ def test_an_interrupt_of_speculative_updates_is_refused_or_leaves_no_trace(
 
 
 @pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])
-@pytest.mark.parametrize("file", ["zero/in_flight.py", "optim/pipeline.py", "optim/before_images.py"])
+@pytest.mark.parametrize("file", ["zero/in_flight.py", "optim/pipeline.py", "optim/undo_log.py"])
 @pytest.mark.slow
 def test_an_interrupt_of_updates_with_an_undo_log_is_refused_or_leaves_no_trace(
     file, clipping, tmp_path, monkeypatch

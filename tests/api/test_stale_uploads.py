@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
+from infinity.config import NvmeConfig
 from infinity.io import IoOptions, Priority
 from infinity.memory import Arena, Budget
 from infinity.telemetry import Counters, Times, now
@@ -25,7 +26,6 @@ from infinity.tiers import (
     Params,
     Residency,
     SameMemory,
-    SwapPath,
     SwapSpace,
     open_swap,
 )
@@ -82,7 +82,7 @@ def params(request, tmp_path) -> Iterator[Params]:
     home, link = request.param
     specs = [FlatSpec(f"unit {index}", 1024, 1024, torch.float32, True) for index in range(2)]
     arena = Arena(1 << 20)
-    swap = open_swap([SwapPath(tmp_path)], IoOptions(), "threads")
+    swap = open_swap([NvmeConfig(tmp_path)], IoOptions(), "threads")
     homes = [Memory[home.upper()]] * 2
     device = Device(LINKS[link](), arena.part(1 << 14))
     store = Params(specs, homes, Budget("device", 1 << 16), Counters(None), arena=arena, swap=swap, device=device)

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.config import NvmeConfig
 from infinity.io import IoEngine, IoFile, IoOptions, Priority, open_engine
 from infinity.memory import Arena
-from infinity.tiers import ActivationFiles, SwapPath, SwapSpace, open_swap
+from infinity.tiers import ActivationFiles, SwapSpace, open_swap
 from infinity.tiers.swap_file import create_owned, remove_stale
 from tests.behaviour.disks import Disk, swap_on
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
@@ -36,7 +37,7 @@ def train_one_step(directory: Path) -> None:
 
 
 def new_space(directory: Path, backend: str = "auto") -> SwapSpace:
-    space = open_swap([SwapPath(directory)], OPTIONS, backend)
+    space = open_swap([NvmeConfig(directory)], OPTIONS, backend)
     space.reserve(MIB)
     return space
 
@@ -116,7 +117,7 @@ def test_a_link_in_the_place_of_a_swap_file_is_not_written_through(backend, tmp_
 
     swap_on(monkeypatch, Attacked)
     directory = tmp_path / "drive"
-    space = open_swap([SwapPath(directory)], OPTIONS, backend)
+    space = open_swap([NvmeConfig(directory)], OPTIONS, backend)
     extent = space.reserve(MIB)
     space.create()
     put_a_link_in_its_place(space.files()[0], victim)

@@ -220,10 +220,11 @@ def test_a_child_that_is_terminated_leaves_its_parents_files(tmp_path) -> None:
     script = f"""
 import os, signal, sys, time
 from pathlib import Path
+from infinity.config import NvmeConfig
 from infinity.io import IoOptions
-from infinity.tiers import SwapPath, open_swap
+from infinity.tiers import open_swap
 
-space = open_swap([SwapPath(Path({str(tmp_path)!r}))], IoOptions(), "threads")
+space = open_swap([NvmeConfig(Path({str(tmp_path)!r}))], IoOptions(), "threads")
 space.reserve(4096)
 space.create()
 child = os.fork()

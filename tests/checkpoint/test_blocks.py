@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from infinity.checkpoint import blocks
-from infinity.checkpoint.blocks import ALIGN_BYTES, OutputFile, Staging
+from infinity.checkpoint.blocks import OutputFile, Staging
 from infinity.errors import InfinityError
 from infinity.io import IoOptions
 from infinity.io.native import NativeEngine
+from infinity.memory import ALIGN_BYTES
 
 
 @pytest.fixture(params=["drive", "memory"])

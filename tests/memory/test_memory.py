@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.memory import Arena, Budget, Ledger, SparePages, StableBuffer
-from infinity.memory.arena import LEASE_ALIGN_BYTES, FreeList
+from infinity.memory.arena import ALIGN_BYTES, FreeList
 from infinity.memory.mapping import _PlainMapping, make_mapping
 from tests import prepared
 
@@ -196,27 +196,27 @@ def test_the_parts_of_a_ledger_stay_within_it_together() -> None:
 
 def test_leases_move_together_with_what_they_hold() -> None:
     """Large and small ones begin at different ends; gaps are closed where one large one is asked for."""
-    arena = Arena(8 * LEASE_ALIGN_BYTES)
-    part = arena.part(6 * LEASE_ALIGN_BYTES, counts_leases=True)
+    arena = Arena(8 * ALIGN_BYTES)
+    part = arena.part(6 * ALIGN_BYTES, counts_leases=True)
     assert arena.used_bytes == 0
-    leases = [part.lease(size * LEASE_ALIGN_BYTES) for size in (1, 2, 1)]
+    leases = [part.lease(size * ALIGN_BYTES) for size in (1, 2, 1)]
     for number, lease in enumerate(leases):
         lease.tensor(torch.uint8).fill_(number)
-    small = part.try_lease(LEASE_ALIGN_BYTES, at_end=True)
+    small = part.try_lease(ALIGN_BYTES, at_end=True)
     assert small is not None
-    assert small.address == leases[0].address + 5 * LEASE_ALIGN_BYTES
-    assert (part.used_bytes, arena.used_bytes) == (5 * LEASE_ALIGN_BYTES, 5 * LEASE_ALIGN_BYTES)
+    assert small.address == leases[0].address + 5 * ALIGN_BYTES
+    assert (part.used_bytes, arena.used_bytes) == (5 * ALIGN_BYTES, 5 * ALIGN_BYTES)
     leases.pop(0).release()
     small.release()
-    assert part.try_lease(3 * LEASE_ALIGN_BYTES) is None
+    assert part.try_lease(3 * ALIGN_BYTES) is None
     part.close_gaps(leases)
-    large = part.try_lease(3 * LEASE_ALIGN_BYTES)
+    large = part.try_lease(3 * ALIGN_BYTES)
     assert large is not None
     for number, lease in enumerate(leases, 1):
         assert lease.tensor(torch.uint8).eq(number).all()
     assert (part.used_bytes, part.peak_bytes, arena.used_bytes) == (
-        6 * LEASE_ALIGN_BYTES,
-        6 * LEASE_ALIGN_BYTES,
-        6 * LEASE_ALIGN_BYTES,
+        6 * ALIGN_BYTES,
+        6 * ALIGN_BYTES,
+        6 * ALIGN_BYTES,
     )
     arena.close()

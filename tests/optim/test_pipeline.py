@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from infinity.config import NvmeConfig
 from infinity.errors import StorageError
 from infinity.io import IoFuture, IoOptions, Priority, Span
 from infinity.kernels import Hyper
@@ -23,7 +24,7 @@ from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket, WriteParams
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule.placement import resident_tiles
 from infinity.telemetry import Counters, StallCause, Times
-from infinity.tiers import Extent, Memory, Move, StateStore, SwapPath, SwapSpace, open_swap
+from infinity.tiers import Extent, Memory, Move, StateStore, SwapSpace, open_swap
 
 UNITS = 5
 NUMEL = 2 * SHARD_ALIGN  # two tiles a unit
@@ -92,7 +93,7 @@ def stage(path: Path, *, resident_bytes: int, slots: int = 3) -> Iterator[Stage]
     """A pipeline over `UNITS` units whose states are zero."""
     layout = state_layout("fp32")
     arena = Arena(1 << 20)
-    swap = open_swap([SwapPath(path)], IoOptions())
+    swap = open_swap([NvmeConfig(path)], IoOptions())
     stay = resident_tiles([NUMEL] * UNITS, SHARD_ALIGN, layout.tile_bytes, resident_bytes)
     states = StateStore(
         [NUMEL] * UNITS,

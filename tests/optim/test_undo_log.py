@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.memory import LEASE_ALIGN_BYTES as PAGE
-from infinity.optim.before_images import BeforeImages, Image
+from infinity.memory import ALIGN_BYTES as PAGE
+from infinity.optim.undo_log import Image, UndoLog
 
 
 @pytest.fixture
 def images():
-    images = BeforeImages(6 * PAGE)
+    images = UndoLog(6 * PAGE)
     yield images
     images.close()
 
@@ -49,7 +49,7 @@ def test_the_place_that_was_used_last_is_used_next(images) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
 def test_promises_are_kept_in_any_order(asked) -> None:
-    images = BeforeImages(8 * PAGE)
+    images = UndoLog(8 * PAGE)
     promised: list[Image] = []
     taken: list[Image] = []
     for pages, wants in asked:

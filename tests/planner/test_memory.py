@@ -142,11 +142,11 @@ def test_what_dead_runs_have_left_is_free_for_a_new_one(tmp_path, monkeypatch) -
 def test_updates_are_speculative_where_the_drives_have_room_for_it(room, schedule, tmp_path) -> None:
     clipped = load_config(Recipe("bf16", clipping=1.0).config(Placement("nvme", "nvme", tmp_path, "64KiB")))
     machine = Machine(device_bytes=1 << 30, **room)
-    assert plan_training(tiny_llama(), clipped, machine).update_schedule == schedule
+    assert plan_training(tiny_llama(), clipped, machine).sizing.schedule.value == schedule
     here = replace(machine, device_bytes=None)
-    assert plan_training(tiny_llama(), clipped, here).update_schedule == "deferred"
+    assert plan_training(tiny_llama(), clipped, here).sizing.schedule.value == "deferred"
     several = replace(machine, ranks=2, neighbours=2)
-    assert plan_training(tiny_llama(), clipped, several).update_schedule == "deferred"
+    assert plan_training(tiny_llama(), clipped, several).sizing.schedule.value == "deferred"
 
 
 def count_short(model: nn.Module, plan: TrainingPlan) -> Work:

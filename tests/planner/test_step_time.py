@@ -117,9 +117,8 @@ def test_micro_batches_fetch_parameters_again_unless_they_go_layer_by_layer() ->
     once, _ = predicted(numbers())
     again, _ = predicted(numbers(), **accumulated, **budget)
     layers, _ = predicted(numbers(), **accumulated, **budget, **{"tiering.accumulation": "layer"})
-    fetched = again.traffic.forward.disk + again.traffic.backward.disk
-    assert fetched > 3 * (layers.traffic.forward.disk + layers.traffic.backward.disk) > 0
-    assert once.traffic.forward.disk == 0, "all fits"
+    assert again.traffic.disk > 3 * layers.traffic.disk > 0
+    assert once.traffic.disk == 0, "all fits"
 
 
 def test_two_ranks_exchange_parameters_and_gradients_and_share_the_drive() -> None:
@@ -131,7 +130,7 @@ def test_two_ranks_exchange_parameters_and_gradients_and_share_the_drive() -> No
     )
     moving = sum(unit.nbytes for unit in plan.units if unit.offloaded)
     assert plan.traffic.reduced == moving // 2, "half of the gradients belongs to the other"
-    assert moving / 2 <= plan.traffic.forward.gathered + plan.traffic.backward.gathered <= moving
+    assert moving / 2 <= plan.traffic.unsharded <= moving
     assert step.parts["disk"] <= alone.parts["disk"]
     assert "collectives" not in step.unknown
 
@@ -141,9 +140,8 @@ def test_what_stays_on_the_device_is_gathered_for_every_use() -> None:
     machine = Machine(ranks=2, neighbours=2, device_bytes=1 << 30, host_bytes=1 << 30)
     plan, _ = predicted(numbers(collective_bytes_per_s=1e6), machine, **{"tiering.host_memory": "64MiB"})
     moving = [unit.nbytes for unit in plan.units if unit.offloaded]
-    assert plan.traffic.forward.link == 0, "nothing is fetched"
-    assert plan.traffic.forward.gathered == sum(moving) // 2
-    assert plan.traffic.backward.gathered == sum(moving[:-1]) // 2, "the last one is used twice at once"
+    assert plan.traffic.link == 0, "nothing is fetched"
+    assert plan.traffic.unsharded == sum(moving + moving[:-1]) // 2, "the last one is used twice at once"
 
 
 def test_shards_on_the_devices_put_nothing_on_the_link() -> None:
@@ -152,7 +150,7 @@ def test_shards_on_the_devices_put_nothing_on_the_link() -> None:
     offloads = {"zero_optimization.offload_param": {"device": "none"}, "tiering.host_memory": "64MiB"}
     below, slow = predicted(rates, machine, **offloads, **{"zero_optimization.offload_optimizer": {"device": "cpu"}})
     there, fast = predicted(rates, machine, **offloads, **{"zero_optimization.offload_optimizer": {"device": "none"}})
-    assert (there.traffic.forward.link, there.traffic.backward.link) == (0, 0)
+    assert there.traffic.link == 0
     assert (there.traffic.link_up, there.traffic.link_down) == (0, 0)
     assert fast.parts["link"] == fast.parts["optimizer"] == 0 < min(slow.parts["link"], slow.parts["optimizer"])
     assert there.traffic.gathered == below.traffic.gathered
@@ -176,7 +174,7 @@ def test_groups_exchange_their_shards_alone() -> None:
     )
     assert several.traffic.reduced == 3 * halves.traffic.reduced
     assert several.traffic.averaged == halves.traffic.averaged, "once a step"
-    once, twice = (plan.traffic.forward.gathered + plan.traffic.backward.gathered for plan in (halves, whole))
+    once, twice = (plan.traffic.unsharded for plan in (halves, whole))
     assert once / of_halves == pytest.approx(twice / of_whole * 2 / 3, rel=0.05), "of one other rank, and of three"
     assert "collectives" not in step.unknown
 

@@ -105,7 +105,7 @@ def _staying(unit: UnitSpec, config: Config) -> UnitSpec:
         moves=False,
         made=False,
         host=False,
-        has_slots=config.keeps,
+        is_double_buffered=config.keeps,
         old_params=unit.old_params and unit.old_params.replace("slots", old_params),
     )
 
@@ -140,7 +140,7 @@ def _with_home(unit: UnitSpec, host: bool, parts: bool) -> UnitSpec:
     if not host or unit.on_device or not unit.moves:
         return unit
     old_params = "images" if unit.old_params == "slots" else unit.old_params
-    return replace(unit, host=True, has_slots=False, old_params=old_params)
+    return replace(unit, host=True, is_double_buffered=False, old_params=old_params)
 
 
 class _Drawn:
@@ -203,7 +203,7 @@ class _Drawn:
             grad_bytes=random.randint(1, 5),
             on_device=on_device,
             old_params=old_params,
-            has_slots=keeps or (old_params == "slots"),
+            is_double_buffered=keeps or (old_params == "slots"),
             ahead=random.choice((tiles, random.randint(1, tiles))),
             recovers=random.random() < 0.5,
             made=moves and not on_device and random.random() < 0.2,

@@ -27,7 +27,6 @@ from infinity.schedule.update_queue import UpdateQueue
 from infinity.simulation import performer as performer_module
 from infinity.simulation import rank as rank_module
 from infinity.simulation.clock import Tempo
-from infinity.simulation.gradients import GradMemory
 from infinity.simulation.layer_major import LayerMajorPass
 from infinity.simulation.model import (
     Config,
@@ -51,6 +50,7 @@ from infinity.tiers import Residency
 from infinity.tiers import activations as activations_module
 from infinity.tiers.activations import ActivationStore, _ByNeed, _Entry
 from infinity.tiers.copies import Memory, State
+from infinity.tiers.grads import GradStore, UnitGrads
 from infinity.tiers.ring import Ring
 from infinity.tiers.slots import Slots
 from infinity.tiers.states import StateStore
@@ -111,7 +111,7 @@ SEEDS = {
 }
 
 _BLOCK = UnitSpec(1)
-_KEPT, _THREE = UnitSpec(1, tiles=3, has_slots=True), Pass(((0,), (1,), (2,)))
+_KEPT, _THREE = UnitSpec(1, tiles=3, is_double_buffered=True), Pass(((0,), (1,), (2,)))
 _FOUR = Pass(((0,), (1,), (2,), (3,)))
 _LONG = replace(_FOUR, elements=12)
 # States come to the device, have an update there, and go back when a longer batch finds no memory.
@@ -442,7 +442,7 @@ _add("written_twice", "a write whose wait was interrupted is begun again", (Perf
 def _pinned_by_drain(self: Rank) -> None:
     for row in [row for row in self._asked if row.due is not None]:
         self._pin(row.index)
-        self.do(actions.ParametersNeeded(row.index))
+        self.do(actions.ParametersNeeded(row))
         self._unpin(row.index)
 
 
@@ -563,7 +563,7 @@ _add("evicted_unwritten", "what is nowhere else is evicted without being written
 _add(
     "slot_given_twice",
     "a slot is given away twice",
-    (GradMemory, "_has_free_slot", lambda self: len(self.leased) <= self.slots),
+    (GradStore, "_free_slot", lambda self: self.slots[0]),
 )
 _add("undone_keeps_gradients", "an undone update keeps its gradients", (Performer, "_recover_grads", _none))
 _add(
@@ -610,15 +610,18 @@ def _prefetches_keep_staging(self: Performer, row: Row) -> None:
             raise CapacityError(row.name)
 
 
-@_mutant("gradients come from the device to those that an update still has", GradMemory, "_can_receive")
-@staticmethod
-def _streams_into_used(row: Row) -> bool:
-    return row.streams_in is not None or (row.gradients is State.ABSENT and row.grad_drive is None)
+@_mutant("gradients come from the device to those that an update still has", GradStore, "receive")
+def _streams_into_used(original: Any, self: GradStore, each: UnitGrads, *gradients: Any) -> Any:
+    pins, each.host.pins = each.host.pins, 0
+    try:
+        return original(self, each, *gradients)
+    finally:
+        each.host.pins += pins
 
 
-@_mutant("gradients stay after their update", GradMemory, "used")
-def _gradients_stay(self: GradMemory, row: Row) -> None:
-    row.grad_pins -= 1
+@_mutant("gradients stay after their update", GradStore, "used")
+def _gradients_stay(self: GradStore, each: UnitGrads) -> None:
+    each.field.unpin(Memory.HOST)
 
 
 def _withdraw(self: Worker, ticket: Any) -> bool:

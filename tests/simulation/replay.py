@@ -111,7 +111,7 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             grads=unit.grads and ("slot" if unit.grads == "slot" else "own"),
             on_device=False,
             old_params="slots" if speculative and unit.moves and unit.grads else "",
-            has_slots=speculative and unit.moves,
+            is_double_buffered=speculative and unit.moves,
             tiles=1,
             ahead=1,
             recovers=False,
@@ -130,7 +130,7 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
     leave("gradients that come in parts", any(unit.parts for unit in config.units))
     leave("where speculative updates keep old parameters", speculative and units != config.units)
     if leave("a model of frozen units alone", not any(unit.grads for unit in units)):
-        old_params = "slots" if units[0].has_slots else ""
+        old_params = "slots" if units[0].is_double_buffered else ""
         units = (replace(units[0], grads="own", old_params=old_params), *units[1:])
     calls = tuple(_expressed_calls(scenario, leave))
     config = replace(

@@ -52,7 +52,7 @@ def planned(case: Case, path: Path) -> tuple[TrainingPlan, Planned]:
 def test_no_promise_is_broken_in(name: str, tmp_path: Path) -> None:
     plan, simulated = planned(ALL[name], tmp_path)
     config = simulated.config
-    assert config.schedule == plan.update_schedule
+    assert config.schedule == plan.sizing.schedule.value
     assert len(config.ranks) == ALL[name].ranks
     assert [unit.nbytes for unit in config.units] == [unit.nbytes for unit in plan.units]
     assert [unit.moves for unit in config.units] == [unit.offloaded for unit in plan.units]

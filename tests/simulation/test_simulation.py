@@ -70,7 +70,7 @@ def test_a_violation_shrinks_to_a_scenario_that_can_be_replayed() -> None:
 
 
 def test_a_committed_step_survives_a_death_at_every_moment() -> None:
-    unit = UnitSpec(4, tiles=2, has_slots=True)
+    unit = UnitSpec(4, tiles=2, is_double_buffered=True)
     config = Config((unit, unit, unit), (RankSpec(8, Tempo(0.2, 9)),), "deferred", keeps=True)
     step = (Pass(((0,), (1,), (2,))), Step())
     for ticks in range(1, 110):

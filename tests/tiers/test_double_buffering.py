@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.config import NvmeConfig
 from infinity.errors import CheckpointError, StorageError
 from infinity.io import IoOptions, Priority, Span
 from infinity.memory import Arena
-from infinity.tiers import SwapPath, SwapSpace, open_swap
+from infinity.tiers import SwapSpace, open_swap
 from infinity.tiers.records import Generation, Record, first_difference, parse_record
 from infinity.tiers.slots import Extent, SlotExtent, Slots
 from infinity.tiers.striping import Piece, Stripe
@@ -37,7 +38,7 @@ def extent(start: int = 0) -> SlotExtent:
 
 @pytest.fixture
 def space(tmp_path):
-    space = open_swap([SwapPath(tmp_path)], IoOptions(), "threads")
+    space = open_swap([NvmeConfig(tmp_path)], IoOptions(), "threads")
     yield space
     space.close()
 
@@ -142,7 +143,7 @@ def test_a_write_waits_for_the_commit_before_and_gets_its_error(space: SwapSpace
 
 
 def test_no_room_for_two_versions_is_reported_with_the_bytes(tmp_path) -> None:
-    space = open_swap([SwapPath(tmp_path, capacity_bytes=6 * BLOCK)], IoOptions(), "threads")
+    space = open_swap([NvmeConfig(tmp_path, capacity_bytes=6 * BLOCK)], IoOptions(), "threads")
     with pytest.raises(StorageError, match=r"keeps two slots .* without it half"):
         space.reserve_slots(BOUNDS[-1], BOUNDS)
     space.close()

@@ -11,20 +11,21 @@ import pytest
 import torch
 
 import infinity.tiers.checksums
+from infinity.config import NvmeConfig
 from infinity.errors import ConfigError, StorageError
 from infinity.io import IoOptions, Priority
 from infinity.memory import Arena
-from infinity.tiers import SwapPath, SwapSpace, open_swap
+from infinity.tiers import SwapSpace, open_swap
 
 MIB = 1 << 20
 OPTIONS = IoOptions(block_size_bytes=256 << 10, queue_depth=8, threads=2)
 
 
-def paths(tmp_path: Path, *names: str) -> list[SwapPath]:
+def paths(tmp_path: Path, *names: str) -> list[NvmeConfig]:
     rates = (1e9, 2e9, 4e9)
     for name in names:
         (tmp_path / name).mkdir()
-    return [SwapPath(tmp_path / name, bytes_per_s=rate) for name, rate in zip(names, rates, strict=False)]
+    return [NvmeConfig(tmp_path / name, bytes_per_s=rate) for name, rate in zip(names, rates, strict=False)]
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_a_drive_that_is_too_full_names_itself_and_leaves_nothing(tmp_path) -> N
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    space = open_swap([SwapPath(tmp_path / "a", 4 * MIB), SwapPath(tmp_path / "b", 2 * free)], OPTIONS)
+    space = open_swap([NvmeConfig(tmp_path / "a", 4 * MIB), NvmeConfig(tmp_path / "b", 2 * free)], OPTIONS)
     space.reserve((free + free // 2) // 4096 * 4096)  # others may free some meanwhile
     with pytest.raises(StorageError, match="cannot reserve") as full:
         space.create()
@@ -101,7 +102,7 @@ def test_bandwidth_is_measured_between_drives(tmp_path, caplog) -> None:
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("there is no second filesystem")
     with caplog.at_level("INFO", "infinity.tiers.swap"):
-        space = open_swap([SwapPath(tmp_path), SwapPath(other)], OPTIONS)
+        space = open_swap([NvmeConfig(tmp_path), NvmeConfig(other)], OPTIONS)
     rates = [record.args[1] for record in caplog.records if "GB/s" in record.msg]
     pieces = space.reserve(256 * MIB).pieces
     space.close()
@@ -157,7 +158,7 @@ def _raise_interrupt(_: object) -> int:
 def test_damage_is_where_it_is_in_the_file(arena, tmp_path) -> None:
     """Of an extent's second half, which lies on the second drive alone."""
     space = open_swap(
-        [SwapPath(path.path, bytes_per_s=1e9) for path in paths(tmp_path, "a", "b")], OPTIONS, checksum=True
+        [NvmeConfig(path.path, bytes_per_s=1e9) for path in paths(tmp_path, "a", "b")], OPTIONS, checksum=True
     )
     space.reserve(4 * MIB)
     extent = space.reserve(8 * MIB)

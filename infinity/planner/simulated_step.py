@@ -1,8 +1,8 @@
 """Simulate a step unit by unit and tile by tile, as the engine would run it on a given machine.
 
-[Note: what is rehearsed]
+[Note: what is simulated]
 The compute thread performs the actions of the engine's own scheduler in virtual time. The optimizer's worker
-(rehearsed_worker.py) takes updates in the order of the engine's own queue. Reads, writes, copies, collectives, updates
+(simulated_worker.py) takes updates in the order of the engine's own queue. Reads, writes, copies, collectives, updates
 and computation are queued in lanes. So the cost of a small budget (a unit whose update must wait for the one in use, a
 drive that idles while the optimizer has all tiles in flight) results from the simulation itself. Small costs are left
 out: Python, launches, latencies.
@@ -18,8 +18,8 @@ from operator import itemgetter
 from typing import cast
 
 from infinity.memory import Budget
-from infinity.planner.lanes import Machine, Process, Speeds, Task, Until
-from infinity.planner.rehearsed_worker import OPTIMIZER, READ, WRITE, Ticket, Worker
+from infinity.planner.lanes import Lanes, Process, Speeds, Task, Until
+from infinity.planner.simulated_worker import OPTIMIZER, READ, WRITE, Ticket, Worker
 from infinity.planner.step_work import StepWork, TileWork, UnitWork, aside
 from infinity.schedule import Cycle, raise_memory
 from infinity.schedule.actions import (
@@ -67,7 +67,7 @@ _ARRIVALS = 6  # of gradients, in the remaining backward of a block
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class SimulatedStep:
     """The costs of a step in steady state.
 
     Attributes:
@@ -84,9 +84,9 @@ class Rehearsal:
     leased_bytes: int
 
 
-def rehearse(work: StepWork, speeds: Speeds) -> Rehearsal:
-    stage = Stage(work, Machine(PARTS, speeds))
-    stage.machine.run(stage.compute_thread(), stage.worker.run())
+def simulate_step(work: StepWork, speeds: Speeds) -> SimulatedStep:
+    stage = Stage(work, Lanes(PARTS, speeds))
+    stage.lanes.run(stage.compute_thread(), stage.worker.run())
     return stage.measured()
 
 
@@ -185,9 +185,9 @@ class Stage:
         scheduler: the engine's.
     """
 
-    def __init__(self, work: StepWork, machine: Machine) -> None:
-        self.machine = machine
-        self.worker = Worker(work.units, machine, work.slots)
+    def __init__(self, work: StepWork, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self.worker = Worker(work.units, lanes, work.slots)
         self._work = work
         self._forward_uses = [use.unit for use in work.uses]
         self._gradients = _Gradients(work)
@@ -227,21 +227,21 @@ class Stage:
                 list(scheduler.on(ParametersMade(row)))  # yields no action
         return scheduler
 
-    def measured(self) -> Rehearsal:
+    def measured(self) -> SimulatedStep:
         """Return the mean of the measured steps."""
 
         def mean(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
             return {name: (value - before.get(name, 0.0)) / _MEASURED for name, value in now.items()}
 
-        machine, waits_s = self.machine, defaultdict[str, float](float)
-        for lane, seconds in mean(self.machine.waited_s, self._before[0]).items():
+        lanes, waits_s = self.lanes, defaultdict[str, float](float)
+        for lane, seconds in mean(self.lanes.waited_s, self._before[0]).items():
             waits_s[PARTS[lane]] += seconds
         waits_s.pop(PARTS[COMPUTE], None)  # this is computation, no wait
-        return Rehearsal(
-            (machine.now_s - self._begun_s) / _MEASURED,
+        return SimulatedStep(
+            (lanes.now_s - self._begun_s) / _MEASURED,
             {name: seconds / _MEASURED for name, seconds in self._phases_s.items()},
             dict(waits_s),
-            mean(machine.busy_s, self._before[1]),
+            mean(lanes.busy_s, self._before[1]),
             self._gradients.most_leased_bytes,
         )
 
@@ -249,8 +249,8 @@ class Stage:
         """Run steps like a training loop."""
         for step in range(_WARM_UP + _MEASURED):
             if step == _WARM_UP:
-                self._begun_s = self.machine.now_s
-                self._before = dict(self.machine.waited_s), dict(self.machine.busy_s)
+                self._begun_s = self.lanes.now_s
+                self._before = dict(self.lanes.waited_s), dict(self.lanes.busy_s)
                 self._phases_s.clear()
             for index in range(self._work.passes):
                 yield from self._phase("forward", self._forward())
@@ -258,9 +258,9 @@ class Stage:
             yield from self._phase("update", self._finish_step())
 
     def _phase(self, name: str, process: Process) -> Process:
-        begun_s = self.machine.now_s
+        begun_s = self.lanes.now_s
         yield from process
-        self._phases_s[name] += self.machine.now_s - begun_s
+        self._phases_s[name] += self.lanes.now_s - begun_s
 
     # Passes #
 
@@ -269,9 +269,9 @@ class Stage:
         yield from self._settle()
         for use in self._work.uses:
             yield from self._enter(use.unit)
-            yield from self._wait([self.machine.put(COMPUTE, use.forward_s)], COMPUTE)
-            self.machine.put(DOWN, use.down_s)
-            self.machine.put(WRITE, use.write_s)
+            yield from self._wait([self.lanes.put(COMPUTE, use.forward_s)], COMPUTE)
+            self.lanes.put(DOWN, use.down_s)
+            self.lanes.put(WRITE, use.write_s)
             yield from self._leave(use.unit)
 
     def _backward(self, *, last: bool) -> Process:
@@ -288,15 +288,15 @@ class Stage:
             for index in range(position, min(position + 2, len(uses))):
                 if index not in saved:
                     seconds = ((READ, uses[index].read_s), (UP, uses[index].up_s))
-                    saved[index] = [self.machine.put(lane, lane_s) for lane, lane_s in seconds]
+                    saved[index] = [self.lanes.put(lane, lane_s) for lane, lane_s in seconds]
             yield from self._wait(saved.pop(position), READ)
             left[use.unit] -= 1
             backward_s = use.backward_s + (0.0 if left[use.unit] else row.work.take_s)
-            yield from self._wait([self.machine.put(COMPUTE, _FIRST_GRAD * backward_s)], COMPUTE)
+            yield from self._wait([self.lanes.put(COMPUTE, _FIRST_GRAD * backward_s)], COMPUTE)
             if not left[use.unit]:  # the gradients of all its uses come together
                 yield from self._have_room_for_grads(row)
             for _ in range(_ARRIVALS):
-                yield from self._wait([self.machine.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * backward_s)], COMPUTE)
+                yield from self._wait([self.lanes.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * backward_s)], COMPUTE)
                 if self.scheduler.waits_for_memory and self._some_update_is_done():
                     yield from self._settle()
             if not left[use.unit]:
@@ -337,13 +337,13 @@ class Stage:
 
     def _gather(self, row: _Unit) -> Process:
         """Gather the unit, and start to gather the next one."""
-        gathered, row.gathered = row.gathered or self.machine.put(EXCHANGE, row.work.gather_s), None
+        gathered, row.gathered = row.gathered or self.lanes.put(EXCHANGE, row.work.gather_s), None
         yield from self._wait([gathered], EXCHANGE)
         for unit in self.scheduler.cycle.upcoming:
             following = self._rows[unit]
             if following is not row and following.gathered is None and following.work.gather_s:
                 yield from self._do(ParametersNeeded(following))
-                following.gathered = self.machine.put(EXCHANGE, following.work.gather_s)
+                following.gathered = self.lanes.put(EXCHANGE, following.work.gather_s)
 
     def _settle(self) -> Process:
         self._note_done()
@@ -390,13 +390,13 @@ class Stage:
                 yield from self._await_update(row)
             case Spill():
                 row.gradients = State.LEAVING
-                row.spilling = self.machine.put(WRITE, row.work.spill_s)
+                row.spilling = self.lanes.put(WRITE, row.work.spill_s)
             case AwaitSpill():
                 assert row.spilling is not None
                 yield from self._wait([row.spilling], WRITE)
                 self._free_slot(row)
             case _:
-                raise TypeError(f"nothing rehearses {action}")
+                raise TypeError(f"nothing simulates {action}")
 
     # Parameters #
 
@@ -404,12 +404,12 @@ class Stage:
         self._budget.take(row.nbytes, f"unit {row.name}")
         row.residency = Residency.FETCHING
         row.unsent_s = row.work.up_s
-        row.reading = self.machine.put(READ, row.work.read_s, lambda: self._send(row), urgent=urgent)
+        row.reading = self.lanes.put(READ, row.work.read_s, lambda: self._send(row), urgent=urgent)
 
     def _await_fetch(self, row: _Unit) -> Process:
         reading = row.reading
         if reading is not None:
-            self.machine.hurry(READ, reading)
+            self.lanes.hurry(READ, reading)
             yield from self._wait([reading], READ)
             row.reading = None
         row.residency = Residency.RESIDENT
@@ -437,10 +437,10 @@ class Stage:
         """Upload parameters that are read and have no pending update."""
         at_rest = row.due is None and (row.ticket is None or row.ticket.computed)
         if at_rest and row.unsent_s is not None and (row.reading is None or row.reading.done):
-            row.sending = [self.machine.put(UP, row.unsent_s)]
+            row.sending = [self.lanes.put(UP, row.unsent_s)]
             row.unsent_s = None
             if not row.nbytes:
-                row.sending.append(self.machine.put(EXCHANGE, row.work.regather_s))
+                row.sending.append(self.lanes.put(EXCHANGE, row.work.regather_s))
 
     # Gradients #
 
@@ -466,7 +466,7 @@ class Stage:
             self._free_slot(written)
         memory.in_slots[row.index] = None
         if row.has_spilled:
-            row.coming = [self.machine.put(READ, row.work.spill_s, urgent=True)]
+            row.coming = [self.lanes.put(READ, row.work.spill_s, urgent=True)]
 
     def _free_slot(self, row: _Unit) -> None:
         """Free the slot of a unit whose gradients are written to the drive."""
@@ -479,9 +479,9 @@ class Stage:
         if not work.tiles:
             return
         if work.reduce_s:
-            row.coming.append(self.machine.put(EXCHANGE, work.reduce_s))
+            row.coming.append(self.lanes.put(EXCHANGE, work.reduce_s))
         if work.down_s:
-            row.coming.append(self.machine.put(DOWN, work.down_s))
+            row.coming.append(self.lanes.put(DOWN, work.down_s))
         if last and self._work.runs_in_backward:
             self._finals.append(row.index)
             yield from self._update(row, deque(enumerate(work.tiles)))
@@ -522,7 +522,7 @@ class Stage:
 
     def _may_run_ahead(self, work: UnitWork) -> bool:
         """Whether the undo log is large enough for the unit, or not needed for it."""
-        return self._work.speculates and (work.slotted > 0 or work.undo_bytes <= self._work.undo_bytes)
+        return self._work.speculates and (work.unlogged > 0 or work.undo_bytes <= self._work.undo_bytes)
 
     def _keep_old(self, row: _Unit, needed: int) -> int:
         """Take room in the undo log, as the engine does (`InFlight.can_run_ahead`). Return how many of the unit's tiles
@@ -532,7 +532,7 @@ class Stage:
         later = [(ticket.needed, each) for each, ticket in tickets.items() if not ticket.chosen]
         later = sorted((pair for pair in later if pair[0] > needed), key=itemgetter(0))
         if nbytes > self._undo_free_bytes + sum(each.kept_bytes for _, each in later):
-            return row.work.slotted
+            return row.work.unlogged
         while nbytes > self._undo_free_bytes:
             self._withdraw(later.pop()[1])
         row.kept_bytes = nbytes

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.memory import LEASE_ALIGN_BYTES, Arena, Lease
+from infinity.memory import ALIGN_BYTES, Arena, Lease, aligned
 from infinity.optim.formats import StateLayout
 
 
 def image_bytes(layout: StateLayout, numel: int) -> int:
     """Return the bytes of the undo log for a tile of `numel` elements: its fields, and its parameters."""
-    param_bytes = -(-numel * layout.param_dtype.itemsize // LEASE_ALIGN_BYTES) * LEASE_ALIGN_BYTES
-    return layout.tile_bytes(numel) + param_bytes
+    return layout.tile_bytes(numel) + aligned(numel * layout.param_dtype.itemsize)
 
 
 @dataclass(eq=False)
@@ -65,7 +64,7 @@ class Room:
         return True
 
 
-class BeforeImages:
+class UndoLog:
     """Memory of the undo log: places by size, reused for images of the same size. Not thread-safe.
 
     `take` uses the place that was used last, whose pages exist already. So only as many pages are touched as updates
@@ -76,7 +75,7 @@ class BeforeImages:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self.arena = Arena(capacity_bytes // LEASE_ALIGN_BYTES * LEASE_ALIGN_BYTES)
+        self.arena = Arena(capacity_bytes // ALIGN_BYTES * ALIGN_BYTES)
         self._spare: defaultdict[int, deque[Lease]] = defaultdict(deque)  # the place that was used last is the last
         self._promised: Counter[int] = Counter()  # number of promised places, by size
 

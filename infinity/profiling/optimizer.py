@@ -16,13 +16,12 @@ from functools import partial
 import torch
 
 from infinity.kernels import Hyper, bare_loop, set_threads
-from infinity.memory import Arena
+from infinity.memory import ALIGN_BYTES, Arena
 from infinity.optim.formats import StateLayout, init_states, state_layout, update
 
 ROOFLINE = "bare loop"
 TRIAD = "triad"
 _LR = 1e-3
-_PAGE_BYTES = 4096
 _FP32_BYTES = 28  # read p, g, m, v; write p, m, v
 TRIAD_BYTES = 12  # of float32
 
@@ -119,7 +118,7 @@ def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, floa
     for name in ("fp32", *(other for other in job.formats if other != "fp32")):
         layout = state_layout(name)
         lengths = {"param": job.numel * layout.param_dtype.itemsize, "states": layout.tile_bytes(job.numel)}
-        arena = Arena(2 * lengths["param"] + lengths["states"] + 4 * _PAGE_BYTES)
+        arena = Arena(2 * lengths["param"] + lengths["states"] + 4 * ALIGN_BYTES)
         stack.callback(arena.close)
         leases = [stack.enter_context(arena.lease(lengths[name])) for name in ("param", "param", "states")]
         param, grad = (lease.tensor(layout.param_dtype, job.numel) for lease in leases[:2])

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from infinity.planner.lanes import Machine, Process, Task, Until
+from infinity.planner.lanes import Lanes, Process, Task, Until
 from infinity.planner.step_work import TileWork, UnitWork
 from infinity.schedule.update_queue import UpdateQueue
 
@@ -49,9 +49,9 @@ class Worker:
         slots: of the ring.
     """
 
-    def __init__(self, units: Sequence[UnitWork], machine: Machine, slots: int) -> None:
+    def __init__(self, units: Sequence[UnitWork], lanes: Lanes, slots: int) -> None:
         self._units = units
-        self._machine = machine
+        self._lanes = lanes
         self._free = slots
         self.queue = UpdateQueue[Ticket]()
         self._arriving: dict[_Key, Task] = {}
@@ -103,7 +103,7 @@ class Worker:
 
     def _read(self, key: _Key, tile: TileWork, *, urgent: bool) -> None:
         self._free -= 1
-        self._arriving[key] = self._machine.put(READ, tile.read_s, urgent=urgent)
+        self._arriving[key] = self._lanes.put(READ, tile.read_s, urgent=urgent)
 
     def _distance(self, ticket: Ticket) -> int:
         if not all(task.done for task in ticket.ready):
@@ -128,15 +128,15 @@ class Worker:
     def _update(self, ticket: Ticket, key: _Key, tile: TileWork) -> Process:
         if tile.is_stored:
             yield from self._hold(key, tile)
-        update = self._machine.put(OPTIMIZER, tile.update_s)
+        update = self._lanes.put(OPTIMIZER, tile.update_s)
         yield Until(lambda: update.done, OPTIMIZER)
         if tile.is_stored:
             del self._arriving[key]
-            write = self._machine.put(WRITE, tile.write_s)
+            write = self._lanes.put(WRITE, tile.write_s)
             self._leaving.append((key, write))
             ticket.writes.append(write)
         if tile.params_s:
-            ticket.writes.append(self._machine.put(WRITE, tile.params_s))
+            ticket.writes.append(self._lanes.put(WRITE, tile.params_s))
 
     def _hold(self, key: _Key, tile: TileWork) -> Process:
         """Wait for a tile. Read it if that has not begun."""
@@ -151,5 +151,5 @@ class Worker:
                     self._free += 1
             self._read(key, tile, urgent=True)
         read = self._arriving[key]
-        self._machine.hurry(READ, read)
+        self._lanes.hurry(READ, read)
         yield Until(lambda: read.done, READ)

@@ -1,0 +1,101 @@
+"""Host memory and a drive that hold one value for each lease and each extent, in the place of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from infinity.io import Priority, Span
+from infinity.simulation.clock import Clock, Operation, Transfer
+from infinity.simulation.invariants import violate
+from infinity.tiers.slots import Extent, Part, SlotExtent, Slots
+
+TORN = -1
+
+
+class Memory:
+    """A lease, and its own tensor.
+
+    Attributes:
+        value: the version of states, or what has been added to gradients; TORN while a read fills it.
+    """
+
+    value: Any = 0
+
+    def tensor(self, *_: object) -> Memory:
+        return self
+
+    def __getitem__(self, _: slice) -> Memory:
+        return self
+
+    def span(self, _offset: int = 0, nbytes: int = 1) -> Span:
+        return Span(0, nbytes, self)
+
+    def release(self) -> None:
+        pass
+
+
+class Drive:
+    """What the engine's `SwapSpace` does.
+
+    Args:
+        read, write: the kinds of its operations.
+        units: that the extents are of, in the order in which they are reserved; empty if nobody asks.
+    """
+
+    def __init__(self, clock: Clock, read: str, write: str, units: Sequence[int] = ()) -> None:
+        self.slots = Slots()
+        self._values: list[Any] = []
+        self._clock = clock
+        self._read, self._write = read, write
+        self._units = units
+
+    def reserve(self, nbytes: int) -> Extent:
+        self._values.append(0)
+        return Extent((cast(Any, len(self._values) - 1),), nbytes)
+
+    def reserve_slots(self, nbytes: int, bounds: Sequence[int]) -> SlotExtent:
+        extent = SlotExtent((self.reserve(nbytes), self.reserve(nbytes)), tuple(bounds))
+        self.slots.add(extent)
+        return extent
+
+    def value(self, extent: Extent) -> Any:
+        return self._values[self._at(extent)]
+
+    @staticmethod
+    def _at(extent: Extent) -> int:
+        return cast(int, extent.pieces[0])
+
+    def _unit(self, at: int) -> int:
+        return self._units[at] if self._units else -1
+
+    def read(self, extent: Extent | SlotExtent, span: Span, *, priority: Priority) -> Transfer:
+        if isinstance(extent, SlotExtent):
+            return self.read_parts(extent.parts(extent.newest, span, 0), priority)
+        at, memory = self._at(extent), cast(Memory, span.owner)
+        memory.value = TORN
+
+        def end(read: Operation) -> None:
+            if self._values[at] == TORN:
+                violate("race", f"a {self._read} reads what is being written")
+            memory.value = TORN if read.failed else self._values[at]
+
+        return Transfer(self._clock, self._clock.start(self._read, self._unit(at), end))
+
+    def read_parts(self, parts: Sequence[Part], priority: Priority) -> Transfer:
+        (part,) = parts
+        return self.read(part.extent, part.span, priority=priority)
+
+    def write(self, extent: Extent | SlotExtent, span: Span) -> Transfer:
+        if isinstance(extent, SlotExtent):
+            (part,) = self.slots.to_write(extent, span, 0)
+            return self.write(part.extent, span)
+        at, memory = self._at(extent), cast(Memory, span.owner)
+        value, self._values[at] = memory.value, TORN
+
+        def end(write: Operation) -> None:
+            if memory.value != value:
+                violate("race", f"memory changes during a {self._write}")
+            self._values[at] = TORN if write.failed else value
+
+        return Transfer(self._clock, self._clock.start(self._write, self._unit(at), end))
