@@ -441,9 +441,9 @@ _add("written_twice", "a write whose wait was interrupted is begun again", (Perf
 @_mutant("a unit stays in use whose update was waited for when an interrupt came", Rank, "_start_pending")
 def _pinned_by_drain(self: Rank) -> None:
     for row in [row for row in self._asked if row.due is not None]:
-        self._pin(row.index)
+        self._pin(row)
         self.do(actions.ParametersNeeded(row))
-        self._unpin(row.index)
+        self._unpin(row)
 
 
 @_mutant("what an interrupted zero_grad has left is taken for a step's gradients", Rank, "_zero_grad")
