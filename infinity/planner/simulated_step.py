@@ -142,7 +142,7 @@ class _Unit(UnitState):
     gradients = State.ABSENT
 
     def __init__(self, index: int, work: UnitWork, memory: _Gradients, others: Sequence[_Unit]) -> None:
-        super().__init__(index, str(index), work.nbytes, moves=work.nbytes > 0, spills=work.spill_s > 0)
+        super().__init__(index, str(index), work.nbytes, offloaded=work.nbytes > 0, spills=work.spill_s > 0)
         self.work = work
         self.uses = 0
         self.reading: Task | None = None
@@ -207,7 +207,7 @@ class Stage:
 
     def _scheduled(self) -> Scheduler:
         work, sizes = self._work, [row.nbytes for row in self._rows]
-        cycle = Cycle(sizes, [row.moves for row in self._rows], work.params_bytes)
+        cycle = Cycle(sizes, [row.offloaded for row in self._rows], work.params_bytes)
         cycle.expect([*self._forward_uses, *self._forward_uses[::-1]], work.plan)
         memory = self._gradients
         scheduler = Scheduler(
@@ -220,9 +220,9 @@ class Stage:
             writes_all=work.writes_all,
         )
         for row in self._rows:
-            if row.moves and row.index not in work.plan.resident:
+            if row.offloaded and row.index not in work.plan.resident:
                 row.residency = Residency.STORED
-            elif row.moves:
+            elif row.offloaded:
                 self._budget.used_bytes += row.nbytes
                 list(scheduler.on(ParametersMade(row)))  # yields no action
         return scheduler

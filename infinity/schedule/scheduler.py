@@ -208,7 +208,7 @@ class Scheduler:
     def _arrived(self, row: UnitState) -> None:
         """Note that the unit is in memory and the most recently used."""
         self._fetching.pop(row, None)
-        if row.moves:
+        if row.offloaded:
             self.in_memory.pop(row, None)
             self.in_memory[row] = None
 
@@ -259,7 +259,7 @@ class Scheduler:
 
     def _refuse(self, row: UnitState) -> NoReturn:
         others = {
-            other.name: other.nbytes for other in self.rows if other is not row and other.moves and other.is_pinned
+            other.name: other.nbytes for other in self.rows if other is not row and other.offloaded and other.is_pinned
         }
         more_bytes = row.nbytes + sum(others.values())
         raise CapacityError(

@@ -14,7 +14,7 @@ class UnitState(ABC):
 
     Args:
         nbytes: of the parameters in memory.
-        moves: the parameters are fetched and evicted; if False, they stay in memory.
+        offloaded: the parameters are fetched and evicted; if False, they stay in memory.
         spills: the gradients may be written to NVMe, and share memory with other units' gradients.
 
     Attributes:
@@ -26,18 +26,29 @@ class UnitState(ABC):
             last one.
     """
 
-    __slots__ = ("ahead", "begun", "due", "index", "is_reconstructable", "moves", "name", "nbytes", "spills", "ticket")
+    __slots__ = (
+        "ahead",
+        "begun",
+        "due",
+        "index",
+        "is_reconstructable",
+        "name",
+        "nbytes",
+        "offloaded",
+        "spills",
+        "ticket",
+    )
 
     due: Any
     begun: Any
     ticket: Any
     ahead: Any
 
-    def __init__(self, index: int, name: str, nbytes: int, *, moves: bool, spills: bool) -> None:
+    def __init__(self, index: int, name: str, nbytes: int, *, offloaded: bool, spills: bool) -> None:
         self.index = index
         self.name = name
         self.nbytes = nbytes
-        self.moves = moves
+        self.offloaded = offloaded
         self.spills = spills
         self.due = self.begun = self.ticket = self.ahead = None
         self.is_reconstructable = False

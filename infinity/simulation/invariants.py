@@ -64,8 +64,8 @@ def check_world(world: Performer) -> None:
     used = 0
     for row in world.rows:
         if row.residency is not _STORED:
-            used += row.nbytes if row.moves else 0
-        elif row.ticket is not None or not row.moves:
+            used += row.nbytes if row.offloaded else 0
+        elif row.ticket is not None or not row.offloaded:
             violate("pinned", f"{row.name} is updated, or stays, and is not in memory")
         if row.pins < 0:
             violate("pinned", f"{row.name} is let go more often than it was taken")

@@ -19,7 +19,7 @@ class UnitSpec:
     """A unit.
 
     Attributes:
-        moves: it comes and goes.
+        offloaded: its parameters come and go.
         grads: where its gradients have memory: "own", a "slot", or "shared" bytes; "" if it is frozen.
         on_device: its optimizer states are where the model computes.
         old_params: where a speculative update keeps what it replaces: "slots", "states", "images" or "" (nowhere).
@@ -37,7 +37,7 @@ class UnitSpec:
 
     nbytes: int
     tiles: int = 1
-    moves: bool = True
+    offloaded: bool = True
     grads: str = "own"
     grad_bytes: int = 1
     on_device: bool = False
@@ -56,7 +56,7 @@ class UnitSpec:
     @property
     def beside(self) -> bool:
         """The values that come and go have their home on the device, too, and may be updated there at any time."""
-        return self.on_device and self.moves
+        return self.on_device and self.offloaded
 
 
 @dataclass(frozen=True)

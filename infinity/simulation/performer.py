@@ -90,7 +90,7 @@ class Performer:
         self._most_actions = most_actions(len(self.rows))
         self.budget = _Ledger(spec.capacity, 2 * self._most_actions)
         capacity = min(rank.capacity for rank in config.ranks)
-        moving = [row.moves for row in self.rows]
+        moving = [row.offloaded for row in self.rows]
         self.cycle = Cycle([row.nbytes for row in self.rows], moving, capacity, config.ahead_bytes)
         self.scheduler = Scheduler(
             self.rows,
@@ -158,7 +158,7 @@ class Performer:
             row.fetch.check()
 
     def _evict(self, row: Row) -> None:
-        if row.residency is not _RESIDENT or not row.moves:
+        if row.residency is not _RESIDENT or not row.offloaded:
             violate("legal", f"{row.name} is evicted, and is {row.residency.name}")
         if row.pins:
             violate("pinned", f"{row.name} is evicted while it is in use")

@@ -62,7 +62,7 @@ class Planned:
 
 
 def _may_be_made(unit: UnitSpec) -> bool:
-    return unit.moves and not unit.on_device and not unit.host
+    return unit.offloaded and not unit.on_device and not unit.host
 
 
 def search_planned(planned: Planned, steps: int, first: int = 0) -> tuple[Outcome, int]:
@@ -145,7 +145,7 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
     return UnitSpec(
         nbytes=spec.nbytes,
         tiles=tiles,
-        moves=moves,
+        offloaded=moves,
         grads=_grads(plan, unit, there=there) if trained else "",
         grad_bytes=sizing.shards.grad_sizes[unit],
         on_device=there,

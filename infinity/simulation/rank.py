@@ -76,7 +76,7 @@ class Rank(Performer):
         self._complete_units: set[int] = set()  # whose gradients of the running pass have all come
         # Where parameters stay, ranks may use different units: gradients of all units are reduced in one order.
         trained = [row.index for row in reversed(self.rows) if row.spec.grads]
-        reduces = self._is_shared and not any(row.moves for row in self.rows)
+        reduces = self._is_shared and not any(row.offloaded for row in self.rows)
         self.reduction = ReductionOrder(trained) if reduces else None
         self.reduced: set[int] | None = None  # units with gradients on some rank, in the pass that has just ended
         self._filling = filling_of(config, self.device, self.states.store, self._least, self.drain, self.move_states)
@@ -97,7 +97,7 @@ class Rank(Performer):
     def _gathers(self, ranks: int) -> Any:
         """The engine's own, over this rank's rows, which have what it asks of units."""
         for row in self.rows:
-            moving_bytes = row.nbytes if row.moves else 0
+            moving_bytes = row.nbytes if row.offloaded else 0
             spec: Any = SimpleNamespace(name=row.name, nbytes=row.nbytes, moving_bytes=moving_bytes, pieces=())
             pin, unpin = partial(self._pin, row), partial(self._unpin, row)
             row.params = SimpleNamespace(spec=spec, pin=pin, unpin=unpin, tensor=row)
@@ -672,7 +672,7 @@ class Rank(Performer):
             self._check_refusal(units)
 
     def _check_refusal(self, units: tuple[int, ...]) -> None:
-        used = sum(row.nbytes for row in self.rows if row.moves and (row.pins or row.index in units))
+        used = sum(row.nbytes for row in self.rows if row.offloaded and (row.pins or row.index in units))
         if used <= self.budget.capacity_bytes:
             violate("refusal", f"{units} are refused, and {used} of {self.budget.capacity_bytes} bytes are in use")
         check_world(self)
@@ -708,7 +708,7 @@ class Rank(Performer):
             check_closed(self)
 
     def _give_up(self, row: Row) -> None:
-        if row.moves and row.residency is not Residency.STORED:
+        if row.offloaded and row.residency is not Residency.STORED:
             self.budget.give(row.nbytes)
         if row.residency is Residency.FETCHING:
             self.staging.close(row)

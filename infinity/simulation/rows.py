@@ -91,10 +91,10 @@ class Row(UnitState):
     shared: Shared | None = None
 
     def __init__(self, index: int, spec: UnitSpec, memory: GradMemory, version: int) -> None:
-        super().__init__(index, f"u{index}", spec.nbytes, moves=spec.moves, spills=spec.grads == "slot")
+        super().__init__(index, f"u{index}", spec.nbytes, offloaded=spec.offloaded, spills=spec.grads == "slot")
         self.spec = spec
         self.memory = memory
-        self.residency = Residency.STORED if spec.moves else Residency.RESIDENT
+        self.residency = Residency.STORED if spec.offloaded else Residency.RESIDENT
         self.wanted = version
         self.mem, self.home = [version] * spec.tiles, [version] * spec.tiles
         self.kept, self.protected = [NOTHING] * spec.tiles, [NOTHING] * spec.tiles
@@ -127,7 +127,7 @@ class Row(UnitState):
     @property
     def is_written_home(self) -> bool:
         """A drive has a place for the values."""
-        return (self.moves and not self.spec.host) or self.spec.is_double_buffered
+        return (self.offloaded and not self.spec.host) or self.spec.is_double_buffered
 
     def put(self, values: list[int]) -> None:
         """Change the values where they are in memory."""

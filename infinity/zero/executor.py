@@ -272,7 +272,7 @@ class Executor:
     @staticmethod
     def _rests(row: Unit) -> bool:
         """Whether the unit can be evicted and is not pinned."""
-        return row.moves and not row.is_pinned
+        return row.offloaded and not row.is_pinned
 
     def forward_order(self, rows: Iterable[Unit]) -> list[Unit]:
         """Return the units, sorted by their first use in the next cycle as far as it is known."""
@@ -485,7 +485,7 @@ class Executor:
         """Finish every update and show the parameters that are never evicted. All ranks call this together."""
         self.drain()
         for row in self.units:
-            if not row.moves:
+            if not row.offloaded:
                 self._params.await_update(row.params)
                 self.gathering.gather(row)
                 row.views.show()

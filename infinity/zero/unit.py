@@ -201,7 +201,7 @@ class Unit(UnitState):
         first_part: int,
     ) -> None:
         spec = params.spec
-        super().__init__(params.index, spec.name, spec.nbytes, moves=spec.offloaded, spills=grads.spills)
+        super().__init__(params.index, spec.name, spec.nbytes, offloaded=spec.offloaded, spills=grads.spills)
         self.layout = layout
         self.params = params
         self.views = views

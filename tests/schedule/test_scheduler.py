@@ -51,7 +51,7 @@ class Unit(UnitState):
     is_updated_on_device = False
 
     def __init__(self, world: World, index: int, nbytes: int) -> None:
-        super().__init__(index, f"u{index}", nbytes, moves=True, spills=world.slots > 0)
+        super().__init__(index, f"u{index}", nbytes, offloaded=True, spills=world.slots > 0)
         self.pins = 0
         self._world = world
 

@@ -81,7 +81,7 @@ def _saving(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Co
 
 def _filled(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Config, tuple[Call, ...]]:
     """Optimizer states of some models come to the device after the first step."""
-    several = len(config.ranks) > 1 and any(unit.moves for unit in config.units)
+    several = len(config.ranks) > 1 and any(unit.offloaded for unit in config.units)
     if several or config.keeps or config.schedule == "speculative" or random.random() < 0.3:
         return config, calls
     units = tuple(_staying(unit, config) if random.random() < 0.6 else unit for unit in config.units)
@@ -94,7 +94,7 @@ def _filled(config: Config, calls: tuple[Call, ...], random: Random) -> tuple[Co
 
 
 def _may_come(unit: UnitSpec) -> bool:
-    return bool(unit.grads) and not (unit.moves or unit.on_device)
+    return bool(unit.grads) and not (unit.offloaded or unit.on_device)
 
 
 def _staying(unit: UnitSpec, config: Config) -> UnitSpec:
@@ -102,7 +102,7 @@ def _staying(unit: UnitSpec, config: Config) -> UnitSpec:
     old_params = "" if config.keeps else "images"
     return replace(
         unit,
-        moves=False,
+        offloaded=False,
         made=False,
         host=False,
         is_double_buffered=config.keeps,
@@ -137,7 +137,7 @@ def _stored(unit: UnitSpec, random: Random) -> int:
 
 def _with_home(unit: UnitSpec, host: bool, parts: bool) -> UnitSpec:
     unit = replace(unit, parts=parts)
-    if not host or unit.on_device or not unit.moves:
+    if not host or unit.on_device or not unit.offloaded:
         return unit
     old_params = "images" if unit.old_params == "slots" else unit.old_params
     return replace(unit, host=True, is_double_buffered=False, old_params=old_params)
@@ -164,8 +164,8 @@ class _Drawn:
         least = max(least_bytes(units, use) for use in uses)
         alone = random.random() < 0.5
         if alone and random.random() < 0.3:  # what is used together, and no unit beside it
-            least = max(sum(units[unit].nbytes for unit in set(use) if units[unit].moves) for use in uses)
-            least = max([least, *(unit.nbytes for unit in units if unit.moves)])
+            least = max(sum(units[unit].nbytes for unit in set(use) if units[unit].offloaded) for use in uses)
+            least = max([least, *(unit.nbytes for unit in units if unit.offloaded)])
         spare = random.choice((0, 0, random.randint(0, 9), sum(unit.nbytes for unit in units)))
         count = 1 if alone else random.choice((2, 3, random.randint(2, 8)))
         ranks = tuple(
@@ -198,7 +198,7 @@ class _Drawn:
         return UnitSpec(
             nbytes=random.choice((1, random.randint(1, 9), random.randint(1, 30))),
             tiles=tiles,
-            moves=moves,
+            offloaded=moves,
             grads=grads,
             grad_bytes=random.randint(1, 5),
             on_device=on_device,
@@ -225,6 +225,6 @@ class _Drawn:
 
 def least_bytes(units: tuple[UnitSpec, ...], use: tuple[int, ...]) -> int:
     """What a use needs: its units, and the largest of the others, which comes next or is updated meanwhile."""
-    moving = {index: unit.nbytes for index, unit in enumerate(units) if unit.moves}
+    moving = {index: unit.nbytes for index, unit in enumerate(units) if unit.offloaded}
     others = [nbytes for index, nbytes in moving.items() if index not in use]
     return sum(moving.get(unit, 0) for unit in use) + max(others, default=0)

@@ -116,7 +116,7 @@ _FOUR = Pass(((0,), (1,), (2,), (3,)))
 _LONG = replace(_FOUR, elements=12)
 # States come to the device, have an update there, and go back when a longer batch finds no memory.
 _FILLED = Scenario(
-    Config((UnitSpec(1, tiles=3, moves=False, comes=True),) * 4, (RankSpec(0),), device_bytes=420, ring=4),
+    Config((UnitSpec(1, tiles=3, offloaded=False, comes=True),) * 4, (RankSpec(0),), device_bytes=420, ring=4),
     (_FOUR, Step(), _FOUR, Step(), _FOUR, _LONG, Step(), _LONG, Step()),
 )
 # Scenarios for those that seeds seldom find: shrunk from violations.

@@ -110,12 +110,12 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             unit,
             grads=unit.grads and ("slot" if unit.grads == "slot" else "own"),
             on_device=False,
-            old_params="slots" if speculative and unit.moves and unit.grads else "",
-            is_double_buffered=speculative and unit.moves,
+            old_params="slots" if speculative and unit.offloaded and unit.grads else "",
+            is_double_buffered=speculative and unit.offloaded,
             tiles=1,
             ahead=1,
             recovers=False,
-            made=unit.moves and not apart,
+            made=unit.offloaded and not apart,
             streams=apart,
             host=unit.host and not speculative,
             parts=False,
@@ -315,13 +315,13 @@ def _laid_out(scenario: Scenario) -> Iterator[None]:
         homes = GradHomes(own, tuple(slots), config.slots if slots else 0)
         made = place(rules, specs, shards, split)
         params = tuple(
-            (Memory.HOST if unit.host else Memory.NVME) if unit.moves else home
+            (Memory.HOST if unit.host else Memory.NVME) if unit.offloaded else home
             for home, unit in zip(made.params, config.units, strict=True)
         )
         return replace(made, grad_homes=homes, params=params)
 
     def spec(unit: Any, *args: Any, **options: Any) -> Any:
-        stays = not config.units[unit.index].moves
+        stays = not config.units[unit.index].offloaded
         return flat_spec(replace(unit, persistent=stays), *args, **options)
 
     with pytest.MonkeyPatch.context() as monkeypatch:

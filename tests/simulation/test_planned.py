@@ -55,7 +55,7 @@ def test_no_promise_is_broken_in(name: str, tmp_path: Path) -> None:
     assert config.schedule == plan.sizing.schedule.value
     assert len(config.ranks) == ALL[name].ranks
     assert [unit.nbytes for unit in config.units] == [unit.nbytes for unit in plan.units]
-    assert [unit.moves for unit in config.units] == [unit.offloaded for unit in plan.units]
+    assert [unit.offloaded for unit in config.units] == [unit.offloaded for unit in plan.units]
     outcome, _ = search_planned(simulated, STEPS, first=1)
     assert outcome.violation is None
     assert outcome.steps == STEPS * ALL[name].ranks
@@ -71,7 +71,7 @@ def test_budgets_are_those_of_the_plan(tmp_path: Path) -> None:
     }
     assert (loop.accumulation, "clipped" in loop.norms) == (3, True)
     _, twice = planned(ALL["link"], tmp_path)
-    assert all(unit.host for unit in twice.config.units if unit.moves)
+    assert all(unit.host for unit in twice.config.units if unit.offloaded)
     assert twice.config.staging_bytes > 0
 
 

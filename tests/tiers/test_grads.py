@@ -105,7 +105,7 @@ class Row(UnitState):
 
     def __init__(self, store: GradStore, index: int) -> None:
         self._grads = store.units[index]
-        super().__init__(index, f"u{index}", 0, moves=False, spills=self._grads.spills)
+        super().__init__(index, f"u{index}", 0, offloaded=False, spills=self._grads.spills)
         self._store = store
 
     @property
