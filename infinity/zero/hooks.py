@@ -39,7 +39,8 @@ checkpointing, every checkpoint is a backward pass of its own, so a unit that se
 parts, and must not be updated before the last part. The forward pass shows such calls: they run in the forward of an
 autograd function, which backward repeats. (Torch disables forward-mode gradients there too, and not in `no_grad`.) The
 forward pass does not show passes that a hook or a function of the user runs within backward. So a gradient that comes
-in an inner pass tells that more may come, unless it is that of a unit's one repeated call.
+in an inner pass tells that more may come, unless the unit is called once, by a module that checkpoints within its
+forward or whose call a checkpoint repeats.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class _UnitUses:
         arrived: number of gradients that have come in the running backward pass.
         calls: number of calls in training forward passes whose backward is to come.
         repeats: one of them ran in an autograd function, and backward repeats it.
+        calls_within: number of calls that the running backward pass has made: repeated ones, and those of hooks.
         had: the parameters that have had a gradient in the running backward pass.
     """
 
@@ -121,7 +123,13 @@ class _UnitUses:
     arrived: int = 0
     calls: int = 0
     repeats: bool = False
+    calls_within: int = 0
     had: set[int] = field(default_factory=set)
+
+    @property
+    def is_called_once(self) -> bool:
+        """Whether one call, perhaps repeated, has all of its gradients."""
+        return self.calls == 1 and self.calls_within == int(self.repeats)
 
     @property
     def is_complete(self) -> bool:
@@ -219,7 +227,7 @@ class Hooks:
     def end_backward(self) -> None:
         """End all calls of this backward pass, and of failed autograd passes."""
         for each in self._units:
-            each.arrived = each.calls = 0
+            each.arrived = each.calls = each.calls_within = 0
             each.repeats = False
             each.had.clear()
         self._outermost = None
@@ -262,10 +270,7 @@ class Hooks:
                 if call.claims:
                     self.thread.release()
                 raise
-            if self._counting:
-                self._count(uses)
-            else:
-                self._note_pass()  # a hook may be about to run a backward pass within this one
+            self._count(uses)
             call.watches = self._reads.begin()
             self._running.append(call)
             call.has_inputs = bool(inputs)
@@ -319,8 +324,7 @@ class Hooks:
             if each not in call.units:
                 self._listener.enter((each.unit,))
                 call.units.append(each)
-                if self._counting:
-                    self._count((each,))
+                self._count((each,))
                 if each.followed:
                     call.followed.append(each)
         return call.begin_with if call.followed and torch.is_grad_enabled() else None
@@ -334,15 +338,19 @@ class Hooks:
                 "(zero_optimization.stage 2)"
             )
 
-    @staticmethod
-    def _count(units: Sequence[_UnitUses]) -> None:
-        """Count a call of a module with these units in a training forward pass, see [Note: gradients in parts]."""
-        repeats = not torch.is_grad_enabled()
-        if repeats and (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
-            return  # no backward follows
-        for each in units:
-            each.calls += 1
-            each.repeats |= repeats
+    def _count(self, units: Sequence[_UnitUses]) -> None:
+        """Count a call of a module with these units, see [Note: gradients in parts]."""
+        records = torch.is_grad_enabled()
+        if self._counting:
+            if not records and (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
+                return  # no backward follows
+            for each in units:
+                each.calls += 1
+                each.repeats |= not records
+        elif records and torch._C._current_graph_task_id() >= 0:
+            self._note_pass()  # a backward pass within this one may follow
+            for each in units:
+                each.calls_within += 1
 
     # Backward #
 
@@ -367,7 +375,7 @@ class Hooks:
             self._note_pass()
         again = slot in each.had
         each.had.add(slot)
-        if again or (running != self._outermost and not (each.repeats and each.calls == 1)):
+        if again or (running != self._outermost and not each.is_called_once):
             self._listener.in_parts(each.unit, slot, again=again)
 
     def _let_users_hooks_come_first(self) -> None:

@@ -198,7 +198,9 @@ def test_manual_optimization_with_one_backward_a_step(tmp_path) -> None:
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "libraries.md").read_text(), re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/how-to/use-trainer-lightning-ray.md").read_text(), re.DOTALL
+    )
     module = Language()
     exec(code, {"config": config(tmp_path / "swap"), "module": module, "batches": loader()})
     assert len(module.losses) == 8

@@ -39,7 +39,7 @@ from infinity.zero.groups import Groups
 from infinity.zero.partition import Alignment, Partition, lay_out_unit
 from infinity.zero.phases import Phase
 from infinity.zero.ranks import ALONE
-from infinity.zero.step_counter import Counts
+from infinity.zero.step_counter import StepCounter
 from tests.simulation.durable.drive import BLOCK, Recorder, here
 from tests.simulation.durable.turns import Gate, Result, TurnRanks, Turns
 
@@ -196,7 +196,7 @@ class Trainer:
             settle=lambda: None,
         )
         self.step_ = SimpleNamespace(
-            counter=SimpleNamespace(counts=Counts()),
+            counter=StepCounter(1, counts_boundaries=True),
             updates=SimpleNamespace(steps={"w": 0}),
             losses=SimpleNamespace(loss_scale=LossScale.of(None)),
             lr_scheduler=None,
@@ -211,7 +211,7 @@ class Trainer:
         optimizer = SimpleNamespace(
             state_dict=lambda: {"param_groups": []}, param_groups=[], defaults={}, load_groups=lambda groups: None
         )
-        self.session = Session(nn.Module(), cast(Any, optimizer), cast(Any, runtime), cast(Any, self.step_), 1)
+        self.session = Session(nn.Module(), cast(Any, optimizer), cast(Any, runtime), cast(Any, self.step_))
         if self.session.commits is not None:
             self.session.keep_with_steps(lambda: {"label": self.label})
 
