@@ -11,7 +11,6 @@ import argparse
 import inspect
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from importlib import import_module
@@ -182,4 +181,6 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    print(PARTS[sys.argv[1]]())
+    parser = argparse.ArgumentParser(description="Print a generated part of the reference.")
+    parser.add_argument("part", choices=PARTS)
+    print(PARTS[parser.parse_args().part]())
