@@ -8,14 +8,14 @@ and equal rows give equal actions: in training, in `infinity plan` and in tests.
 
 [Note: what is evicted]
 The plan expects a step like the last one. For each use of a unit it lists the units to evict and to prefetch. These
-actions run in order. An action that must wait for memory delays all later ones, and is tried again when memory may be
-free. A unit that the plan does not foresee is fetched when it is needed, and the least recently used unit is evicted
-for it.
+actions run in order. An action that must wait, for memory or until a unit is unpinned, delays all later ones, and is
+tried again when memory may be free. A unit that the plan does not foresee is fetched when it is needed, and the least
+recently used unit is evicted for it.
 
 [Note: blocked updates]
 An update is submitted as soon as it is due, its unit is in memory, and its gradients have room. Without room it is
-*blocked*, and tried again whenever memory may be free. Only a reader of the unit's newest parameters waits for that
-room.
+*blocked*, and tried again whenever memory may be free. The thread waits for that room only if it needs the unit's
+newest parameters, or takes the unit's memory for another one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from infinity.tiers import Residency
 from infinity.tiers.copies import State
 
 _STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # an Enum look-up takes 0.2 us
-_NOW = -1  # before every use: the plan evicts the unit now, and its update must end first
+_NOW = -1  # sorts before every use: the plan evicts this unit next, so its update must end first
 
 
 def spilled_ahead(slots: int) -> int:
@@ -81,7 +81,7 @@ class Scheduler:
         rows: of all units.
         cycle: the recorded uses and the plan.
         budget: the ledger of memory for units that are evicted and fetched; the executor updates it.
-        advice: returns which setting to raise to have this many more bytes in it.
+        advice: takes a number of bytes, and returns a sentence that names the setting to raise by it.
         gradient_slots: how many units that may spill have memory for gradients at once.
         in_slots: units whose gradients have such memory, the longest first; the executor updates it.
         writes_all: write each update to NVMe.

@@ -21,7 +21,8 @@ class UnitState(ABC):
         due: this step's update, not submitted yet.
         begun: the part of it that a speculative update has done already.
         ticket: the update in the optimizer's queue, or being written home.
-        ahead: a speculative update. Each of these four is None if there is none; the scheduler asks no more of them.
+        ahead: a speculative update. Each of these four is None if there is none, and the scheduler only
+            compares it with None.
         is_reconstructable: the optimizer states can reconstruct the old parameters, if the next update is like the
             last one.
     """

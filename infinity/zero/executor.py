@@ -145,7 +145,7 @@ class Executor:
                 row.views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
-                self._params.handing_over.tear()  # poisons the engine: perhaps an update failed, and nothing retries it
+                self._params.handing_over.tear()  # an update may have failed, and nothing runs it again
             for row in rows:
                 row.params.unpin()
             self._end_uses(entered)
@@ -295,7 +295,7 @@ class Executor:
     # Speculative updates, see [Note: updates ahead] in in_flight.py #
 
     def begin_ahead(self) -> None:
-        """Start a rollback epoch: from now on writes to NVMe leave the present version of each unit intact."""
+        """From now on, write parameters to the other place on NVMe, so that the present version of each unit stays."""
         self.write_changed()
         self._params.begin_ahead()
 
@@ -303,8 +303,8 @@ class Executor:
         """Submit a speculative update of the unit, as far as it can be rolled back. Return False if no part of it can.
 
         Args:
-            may_leave: the memory of the gradients may be reused if they can be reconstructed, because their norm is
-                known. A rollback or a user's read reconstructs them.
+            may_leave: the norm of the gradients is computed, so their memory may be freed if the engine can reconstruct
+                them, for a rollback or for a user.
         """
         before, row.foreseen = row.ahead, Foreseen(segments, may_leave)
         try:
@@ -340,7 +340,7 @@ class Executor:
                 self._do(OldParametersNeeded(row))
         to_fetch = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
         at_hand = [row for row in ahead if row not in to_fetch]
-        with self._params.handing_over:  # until no copy in memory is newer than what was restored
+        with self._params.handing_over:  # until every newer copy in memory is dropped
             stale = self._in_flight.undo(at_hand, self.free_gradients, grads=grads)
             self._spill_ahead()
             for row in to_fetch:  # one by one: there may not be room for all of them

@@ -2,16 +2,21 @@
 
 [Note: when a unit is gathered]
 If several ranks share a unit, each fetches and updates its own shard, and an all-gather unshards the unit. The
-unsharded copy is a field of its own, with one copy made of all ranks' shards. All ranks must take part, so whether an
-all-gather is due may depend only on events that are alike on all ranks: a unit is gathered for a use, and stays
-unsharded until its last use ends (or, if its parameters stay on the device, until the next update), or until its next
-use if that follows at once. It must not depend on residency, which follows each rank's own disk and memory. The last
-cycle predicts the next units: the all-gather of the next one runs during the use before, and those of further units
-follow in order, as far as `Ahead` allows, which uses byte counts only, of the smallest rank. If a cycle differs, units
-are gathered on the spot, on all ranks alike.
+unsharded copy is a field of its own, with one copy made of all ranks' shards. A unit is gathered for a use, and stays
+unsharded
+
+- until its last use ends, if it can be evicted; if the next use is of the same unit, that use is one more;
+- until the next update, if its parameters stay on the device.
+
+All ranks take part in an all-gather, so it may follow only from events that are alike on all ranks. It must not depend
+on what a rank has in memory, because that differs between ranks. The last cycle predicts the next units: the all-gather
+of the next one runs during the use before, and those of further units follow in order, as far as `Ahead` allows. It
+counts bytes, of the rank with the least memory. If a cycle differs, units are gathered when they are used, on all ranks
+alike.
 
 If no unit is ever evicted, ranks may use different units. Units changed by an update are then gathered in an order that
-all ranks know: each after all units before it, and the remaining ones before any other collective begins.
+all ranks know (`_order`): before a unit is gathered, all units before it are; the others follow before any other
+collective begins.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ class _Gather:
         self._pending = pending
 
     def done(self) -> bool:
-        return False  # never asked before a wait: all ranks wait at the same place
+        return False  # ranks wait for gathers at fixed places, and never poll them
 
     def result(self) -> None:
         for pending in self._pending:
@@ -45,7 +50,7 @@ class _Gather:
 
 
 class Gathering:
-    """The units that are unsharded now or will be. A unit of one rank alone always is.
+    """The units that are unsharded now or will be. A unit that no other rank shares always is.
 
     Args:
         rows: of all units.
