@@ -16,7 +16,7 @@ from infinity.cli.progress import Progress
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
-    from infinity.profiling.optimizer import AdamBenchResult
+    from infinity.optim.bench import AdamBenchResult
 
 _PEERS = {"torch-fused": "torch fused", "torch-foreach": "torch foreach"}
 _QUARTILES = ("low", "median", "high")
@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
-    from infinity.profiling.optimizer import AdamBenchJob, Peer, run_adam_bench  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.optim.bench import AdamBenchJob, Peer, run_adam_bench  # noqa: PLC0415  (torch takes seconds to load)
 
     for name, least in (("rounds", args.rounds), ("threads", min(args.threads))):
         if least < 1:
@@ -81,7 +81,7 @@ def _count(text: str) -> int:
 
 def _record(result: AdamBenchResult, all_results: list[AdamBenchResult], numel: int, threads: int) -> dict[str, Any]:
     from infinity import kernels  # noqa: PLC0415  (torch takes seconds to load)
-    from infinity.profiling.optimizer import TRIAD  # noqa: PLC0415  (likewise)
+    from infinity.optim.bench import TRIAD  # noqa: PLC0415  (likewise)
 
     triad = next(other for other in all_results if other.name == TRIAD)
     rate = result.params_per_s(numel)

@@ -12,8 +12,8 @@ import torch
 
 from infinity import kernels
 from infinity.memory import FRESH_BYTES
+from infinity.optim.bench import ROOFLINE, TRIAD, TRIAD_BYTES, AdamBenchJob, run_adam_bench, triad
 from infinity.optim.formats import FORMATS
-from infinity.profiling.optimizer import ROOFLINE, TRIAD, TRIAD_BYTES, AdamBenchJob, run_adam_bench, triad
 
 _ROUNDS = 5
 _MATMUL_S = 0.4
