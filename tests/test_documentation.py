@@ -16,7 +16,7 @@ import torch
 
 import infinity
 from infinity.cli import train
-from infinity.cli.main import COMMANDS, main
+from infinity.cli.main import main, make_parser
 from infinity.config import load_config
 from infinity.integrations import save_adapters
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2, tiny_llama
@@ -158,10 +158,7 @@ def test_the_commands_of_the_cluster_recipes_are_ours(monkeypatch, tmp_path) -> 
 
 @pytest.mark.parametrize("page", [*filter(command_lines, PAGES)], ids=lambda page: page.name)
 def test_the_commands_of_the_pages_parse(page) -> None:
-    parser = argparse.ArgumentParser()
-    subparsers = parser.add_subparsers(required=True)
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    parser, _ = make_parser()
     for line in command_lines(page):
         parsed = parser.parse_args(shlex.split(line, comments=True))
         if getattr(parsed, "script", None) == "train":

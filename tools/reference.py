@@ -16,7 +16,7 @@ from dataclasses import is_dataclass
 from importlib import import_module
 from typing import Any
 
-from infinity.cli.main import COMMANDS
+from infinity.cli.main import make_parser
 from infinity.config.keys import NO_EFFECT, REFUSED
 from infinity.config.schema import RootSection
 
@@ -56,10 +56,7 @@ _NAMES = {"Args": "Arguments"}
 def commands() -> str:
     """Return the help of every command, and of its own commands."""
     os.environ["COLUMNS"] = COLUMNS
-    parser = argparse.ArgumentParser(prog="infinity")
-    subparsers = parser.add_subparsers()
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    parser, _ = make_parser()
     return "\n\n".join(_helps(parser, level=2))
 
 

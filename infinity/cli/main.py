@@ -71,13 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_UNREAD
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def make_parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser]]:
+    """Return the parser of a command line, and those of the commands."""
     parser = argparse.ArgumentParser(prog="infinity", description="Train models that do not fit the GPUs at hand.")
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log what is chosen and why")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:
         command.add_parser(subparsers)
+    return parser, subparsers
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser, subparsers = make_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         _refuse(subparsers.choices[parsed.command], unknown)
