@@ -21,31 +21,7 @@ from infinity.memory import Budget
 from infinity.planner.lanes import Lanes, Process, Speeds, Task, Until
 from infinity.planner.simulated_worker import OPTIMIZER, READ, WRITE, Ticket, Worker
 from infinity.planner.step_work import StepWork, TileWork, UnitWork, aside
-from infinity.schedule import Cycle, raise_memory
-from infinity.schedule.actions import (
-    Action,
-    AwaitAnyUpdate,
-    AwaitFetch,
-    AwaitNewest,
-    AwaitSpill,
-    AwaitUpdate,
-    Event,
-    Evict,
-    Fetch,
-    GradientsNeedRoom,
-    GradientsRest,
-    MemoryFreed,
-    ParametersMade,
-    ParametersNeeded,
-    PassBegins,
-    PassEnds,
-    Spill,
-    Submit,
-    SubmitAhead,
-    UpdateDue,
-    UpdateForeseen,
-    UseBegins,
-)
+from infinity.schedule import Cycle, actions, raise_memory
 from infinity.schedule.scheduler import Scheduler
 from infinity.schedule.unit_state import UnitState
 from infinity.tiers import Residency
@@ -224,7 +200,7 @@ class Stage:
                 row.residency = Residency.STORED
             elif row.offloaded:
                 self._budget.used_bytes += row.nbytes
-                list(scheduler.on(ParametersMade(row)))  # yields no action
+                list(scheduler.on(actions.ParametersMade(row)))  # yields no action
         return scheduler
 
     def measured(self) -> SimulatedStep:
@@ -265,7 +241,7 @@ class Stage:
     # Passes #
 
     def _forward(self) -> Process:
-        yield from self._do(PassBegins())
+        yield from self._do(actions.PassBegins())
         yield from self._settle()
         for use in self._work.uses:
             yield from self._enter(use.unit)
@@ -302,7 +278,7 @@ class Stage:
             if not left[use.unit]:
                 yield from self._have_grads(row, last=last)
             yield from self._leave(use.unit)
-        yield from self._do(PassEnds(learn=True))
+        yield from self._do(actions.PassEnds(learn=True))
 
     def _finish_step(self) -> Process:
         self.worker.queue.prefer(begun=False)
@@ -312,7 +288,7 @@ class Stage:
         if self._work.settles:
             for row in list(self._due):
                 row.uses += 1
-                yield from self._do(ParametersNeeded(row))
+                yield from self._do(actions.ParametersNeeded(row))
                 row.uses -= 1
             while self._submitted:
                 yield from self._finish_one()
@@ -327,7 +303,7 @@ class Stage:
         row = self._rows[unit]
         row.uses += 1
         yield from self._settle()
-        yield from self._do(UseBegins(row))
+        yield from self._do(actions.UseBegins(row))
         if row.work.gather_s:
             yield from self._gather(row)
 
@@ -342,56 +318,56 @@ class Stage:
         for unit in self.scheduler.cycle.upcoming:
             following = self._rows[unit]
             if following is not row and following.gathered is None and following.work.gather_s:
-                yield from self._do(ParametersNeeded(following))
+                yield from self._do(actions.ParametersNeeded(following))
                 following.gathered = self.lanes.put(EXCHANGE, following.work.gather_s)
 
     def _settle(self) -> Process:
         self._note_done()
         if self._some_rest:
             self._some_rest = False
-            yield from self._do(GradientsRest())
+            yield from self._do(actions.GradientsRest())
         if self.scheduler.waits_for_memory:
-            yield from self._do(MemoryFreed())
+            yield from self._do(actions.MemoryFreed())
 
     # Actions #
 
-    def _do(self, event: Event) -> Generator[Until, None, bool]:
+    def _do(self, event: actions.Event) -> Generator[Until, None, bool]:
         """Perform the scheduler's actions for an event. Return whether there were any."""
         action = None
         for action in self.scheduler.on(event):
             yield from self.perform(action)
         return action is not None
 
-    def perform(self, action: Action) -> Process:
-        if isinstance(action, AwaitAnyUpdate):
+    def perform(self, action: actions.Action) -> Process:
+        if isinstance(action, actions.AwaitAnyUpdate):
             yield from self._finish_one()
             return
         row = cast(_Unit, action.unit)
         match action:
-            case Fetch(urgent=urgent):
+            case actions.Fetch(urgent=urgent):
                 self._fetch(row, urgent=urgent)
-            case AwaitFetch():
+            case actions.AwaitFetch():
                 yield from self._await_fetch(row)
-            case Evict():
+            case actions.Evict():
                 yield from self._evict(row)
-            case AwaitNewest():
+            case actions.AwaitNewest():
                 yield from self._await_newest(row)
-            case Submit(needed=needed):
+            case actions.Submit(needed=needed):
                 assert row.due is not None
                 self._open_grads(row)
                 tiles, row.due, row.begun = row.due, None, None
                 self._due.pop(row, None)
                 self._hand_over(row, tiles, needed)
-            case SubmitAhead(needed=needed):
+            case actions.SubmitAhead(needed=needed):
                 row.ahead = self._keep_old(row, needed) or None
                 if row.ahead is not None:
                     self._hand_over(row, deque(enumerate(map(aside, row.work.tiles[: row.ahead]))), needed)
-            case AwaitUpdate():
+            case actions.AwaitUpdate():
                 yield from self._await_update(row)
-            case Spill():
+            case actions.Spill():
                 row.gradients = State.LEAVING
                 row.spilling = self.lanes.put(WRITE, row.work.spill_s)
-            case AwaitSpill():
+            case actions.AwaitSpill():
                 assert row.spilling is not None
                 yield from self._wait([row.spilling], WRITE)
                 self._free_slot(row)
@@ -446,7 +422,7 @@ class Stage:
 
     def _have_room_for_grads(self, row: _Unit) -> Process:
         while row.ticket is not None or not row.gradients_have_room:  # the last step's update may still use them
-            if not (yield from self._do(GradientsNeedRoom(row))):
+            if not (yield from self._do(actions.GradientsNeedRoom(row))):
                 break  # the engine finds a way that takes no longer
         self._open_grads(row)
 
@@ -486,13 +462,13 @@ class Stage:
             self._finals.append(row.index)
             yield from self._update(row, deque(enumerate(work.tiles)))
         elif last and self._may_run_ahead(work):
-            yield from self._do(UpdateForeseen(row))
+            yield from self._do(actions.UpdateForeseen(row))
             if row.ahead is not None:
                 self._finals.append(row.index)
         if row.gradients is State.WRITING:
             row.gradients = State.VALID
         if row.spills:
-            yield from self._do(GradientsRest())
+            yield from self._do(actions.GradientsRest())
 
     def _grads_used(self, row: _Unit) -> None:
         if row.gradients is not State.ABSENT:
@@ -508,7 +484,7 @@ class Stage:
         row.due = tiles
         self._due[row] = None
         if row.residency is not Residency.STORED:
-            yield from self._do(UpdateDue(row))
+            yield from self._do(actions.UpdateDue(row))
 
     def _hand_over(self, row: _Unit, tiles: deque[tuple[int, TileWork]], needed: int) -> None:
         ready, row.coming = row.coming, []
