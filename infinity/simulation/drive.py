@@ -8,9 +8,8 @@ from typing import Any, cast
 from infinity.io import Priority, Span
 from infinity.simulation.clock import Clock, Operation, Transfer
 from infinity.simulation.invariants import violate
+from infinity.simulation.rows import TORN
 from infinity.tiers.slots import Extent, Part, SlotExtent, Slots
-
-TORN = -1
 
 
 class Memory:
