@@ -37,7 +37,7 @@ def name_argument(text: str) -> str:
 
 
 def check_directory(option: str, path: Path) -> None:
-    """See before long work that its results can be written into a directory, which need not exist.
+    """Check, before long work, that its results can be written into a directory, which need not exist.
 
     Raises:
         ConfigError: the directory, or the nearest directory above it, is a file or cannot be written.
@@ -52,7 +52,7 @@ def check_directory(option: str, path: Path) -> None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """See before long work that its results can be written into a file.
+    """Check, before long work, that its results can be written into a file.
 
     Raises:
         ConfigError: the file is a directory or cannot be written, or its directory does not exist.

@@ -38,9 +38,9 @@ In one backward pass autograd sums all uses of a parameter before it delivers th
 checkpointing, every checkpoint is a backward pass of its own, so a unit that several calls use gets its gradients in
 parts, and must not be updated before the last part. The forward pass shows such calls: they run in the forward of an
 autograd function, which backward repeats. (Torch disables forward-mode gradients there too, and not in `no_grad`.) The
-forward pass does not show passes that a hook or a function of the user runs within backward. So a gradient that comes
-in an inner pass tells that more may come, unless the unit is called once, by a module that checkpoints within its
-forward or whose call a checkpoint repeats.
+forward pass does not show passes that a hook or a function of the user runs within backward. So if a gradient comes in
+an inner pass, more may come, unless the unit is called once: by a module that checkpoints within its forward, or whose
+call a checkpoint repeats.
 """
 
 from __future__ import annotations
