@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 from pathlib import Path
 
@@ -243,6 +244,21 @@ def test_a_process_that_dies_is_told_with_its_last_word(ending, words, stand_in,
             assert words in trials.measure(outlook.given, float("inf"), 60.0).error
         with pytest.raises(InfinityError, match="this machine could not be measured: it"):
             measure_in_process(workers, MachineJob((), (4096, 1, "auto"), 1, False, False, "float32"), None, print)
+
+
+def test_the_word_of_a_process_that_ends_before_it_is_listened_to_is_told(stand_in, monkeypatch, tmp_path) -> None:
+    stand_in("import sys\nprint('why it was', file=sys.stderr)\nsys.exit(3)\n")
+    start = Workers._start
+
+    def started(self: Workers) -> subprocess.Popen[str]:
+        process = start(self)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(Workers, "_start", started)
+    with Workers() as workers:
+        trials, outlook = trials_of(workers, tmp_path)
+        assert "it ended with 3: why it was" in trials.measure(outlook.given, float("inf"), 60.0).error
 
 
 def test_a_worker_trains_and_counts_what_it_wrote(tmp_path, capsys) -> None:

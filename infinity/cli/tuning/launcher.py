@@ -172,12 +172,13 @@ class Workers:
         if self._process is not None and self._process.poll() is not None:
             _end(self._process)
             self._process = None
+        began_at = self._errors.seek(0, os.SEEK_END)  # before the job: a process that fails at once says why at once
         self._process = self._process or self._start()
         assert self._process.stdin is not None  # it was asked for
         with suppress(BrokenPipeError):  # it has ended meanwhile, and its exit code says so
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
-        worker = _Worker(self._process, self._said, self._errors)
+        worker = _Worker(self._process, self._said, self._errors, began_at)
         try:
             yield worker
         finally:
@@ -209,13 +210,19 @@ class Workers:
 
 
 class _Worker:
-    """One job's process, and what it says."""
+    """One job's process, and what it says.
 
-    def __init__(self, parent: subprocess.Popen[str], said: queue.Queue[str | None], errors: IO[str]) -> None:
+    Args:
+        began_at: where in `errors` the words of this job begin.
+    """
+
+    def __init__(
+        self, parent: subprocess.Popen[str], said: queue.Queue[str | None], errors: IO[str], began_at: int
+    ) -> None:
         self._parent = parent
         self._said = said
         self._errors = errors
-        self._began_at = errors.seek(0, os.SEEK_END)
+        self._began_at = began_at
         self._told = ""
         self._pid = 0
         self._code: int | None = None
