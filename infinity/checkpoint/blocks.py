@@ -21,6 +21,7 @@ import torch
 
 from infinity.errors import InfinityError, StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, Priority, open_engine
+from infinity.io.directory import allocate
 from infinity.memory import ALIGN_BYTES, Arena, Lease
 
 Result = TypeVar("Result")
@@ -160,10 +161,10 @@ class OutputFile:
         self._closed = False
         try:
             if nbytes:
-                os.posix_fallocate(self._cached, 0, nbytes)
+                allocate(self._cached, nbytes)
                 self._direct = staging.open(path)
         except BaseException:
-            path.unlink(missing_ok=True)  # a reservation that failed may have taken all the space there was
+            path.unlink(missing_ok=True)
             self.close()
             raise
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from infinity.errors import StorageError
 
+_BLOCK_BYTES = 512  # of `st_blocks`
+
 
 def open_directory(path: Path, kind: str = "path", *, make: bool = False, lasting: bool = False) -> int:
     """Open a directory in which a run's files are safe. Return a descriptor.
@@ -137,6 +139,24 @@ def reopened(descriptor: int) -> Path:
     return Path(f"/proc/self/fd/{descriptor}")
 
 
+def allocate(descriptor: int, nbytes: int, start: int = 0) -> None:
+    """Allocate a range of a file whose space below `start` is allocated. The file grows to the end of the range.
+
+    The free space is compared first, because a filesystem may take all that is left before it refuses: meanwhile other
+    programs could not write to the drive.
+
+    Raises:
+        OSError: there is too little space.
+    """
+    if not nbytes:
+        return
+    drive = os.fstatvfs(descriptor)
+    missing = start + nbytes - _BLOCK_BYTES * os.fstat(descriptor).st_blocks
+    if drive.f_blocks and missing > drive.f_bavail * drive.f_frsize:  # some filesystems do not say how large they are
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.posix_fallocate(descriptor, start, nbytes)
+
+
 def reserve(descriptor: int, nbytes: int, path: Path) -> None:
     """Reserve the first `nbytes` of a file.
 
@@ -144,7 +164,6 @@ def reserve(descriptor: int, nbytes: int, path: Path) -> None:
         StorageError: there is too little space.
     """
     try:
-        if nbytes:
-            os.posix_fallocate(descriptor, 0, nbytes)
+        allocate(descriptor, nbytes)
     except OSError as error:
         raise StorageError.of(error, f"cannot reserve {nbytes} bytes", path) from error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.errors import StorageError
 from infinity.io import IoEngine, IoFuture, IoStats, Priority, Span
+from infinity.io.directory import allocate
 from infinity.memory import FreeList
 from infinity.tiers.checksums import Checksums
 from infinity.tiers.striping import Piece
@@ -84,7 +84,7 @@ class _File:
 
     def _grow(self, nbytes: int) -> None:
         try:
-            os.posix_fallocate(self.owned.descriptor, self._size, nbytes)
+            allocate(self.owned.descriptor, nbytes, self._size)
         except OSError as error:
             raise StorageError.of(
                 error,

@@ -31,7 +31,7 @@ from shutil import disk_usage
 from types import FrameType
 
 from infinity.errors import StorageError
-from infinity.io.directory import check_private, create_private, open_directory
+from infinity.io.directory import allocate, check_private, create_private, open_directory
 
 _log = logging.getLogger(__name__)
 _PREFIX, _SUFFIX, _NEW = "infinity-", ".swap", ".new"
@@ -231,8 +231,7 @@ def adopt_owned(directory: Path, name: str, nbytes: int, kept_bytes: int) -> Own
 def _reserve(owned: OwnedFile, directory: Path, nbytes: int) -> None:
     """Reserve a file's space. If there is too little, close the file."""
     try:
-        if nbytes:
-            os.posix_fallocate(owned.descriptor, 0, nbytes)
+        allocate(owned.descriptor, nbytes)
     except OSError as error:
         owned.remove()
         raise StorageError.of(

@@ -8,7 +8,6 @@ to the file and drops them. The file goes with the tensor.
 from __future__ import annotations
 
 import errno
-import os
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.config import Config, load_config
 from infinity.config.load import ConfigSource
 from infinity.errors import StorageError
+from infinity.io.directory import allocate
 from infinity.zero.ranks import world_size
 
 FILE_BYTES = 256 << 10  # smaller parameters stay in memory: a mapping each would cost more than it saves
@@ -128,7 +128,7 @@ def _in_file(values: torch.Tensor, directory: Path | None, name: str, dtype: tor
     nbytes = values.numel() * dtype.itemsize
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here, not a signal at a later write
+            allocate(file.fileno(), nbytes)  # a full disk is an error here, not a signal at a later write
             path = f"/proc/self/fd/{file.fileno()}"
             mapped = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
     except OSError as error:

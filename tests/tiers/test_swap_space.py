@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import infinity.tiers.checksums
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError, StorageError
 from infinity.io import IoOptions, Priority
+from infinity.io.directory import allocate
 from infinity.memory import Arena
 from infinity.tiers import SwapSpace, open_swap
 
@@ -83,7 +85,10 @@ def test_a_failing_drive_names_itself(arena, tmp_path) -> None:
     space.close()
 
 
-def test_a_drive_that_is_too_full_names_itself_and_leaves_nothing(tmp_path) -> None:
+def test_a_drive_that_is_too_full_names_itself_and_leaves_nothing(tmp_path, monkeypatch) -> None:
+    """Nor does it take the space that there is meanwhile, which others on the drive need."""
+    allocated: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, start, nbytes: allocated.append(nbytes))
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -95,6 +100,22 @@ def test_a_drive_that_is_too_full_names_itself_and_leaves_nothing(tmp_path) -> N
     assert str(full.value.filename).endswith("/b")
     space.close()
     assert not list((tmp_path / "a").iterdir())
+    assert allocated == [4 * MIB]
+
+
+def test_space_that_a_file_has_is_not_asked_for_again(tmp_path, monkeypatch) -> None:
+    drive = os.statvfs(tmp_path)
+    few = SimpleNamespace(f_blocks=drive.f_blocks, f_frsize=1, f_bavail=MIB)
+    with (tmp_path / "file").open("wb") as file:
+        allocate(file.fileno(), 4 * MIB)
+        monkeypatch.setattr(os, "fstatvfs", lambda _: few)
+        allocate(file.fileno(), 5 * MIB)
+        allocate(file.fileno(), MIB, 5 * MIB)
+        with pytest.raises(OSError, match="No space left"):
+            allocate(file.fileno(), 8 * MIB)
+        few.f_blocks = 0  # a filesystem that does not say how large it is
+        allocate(file.fileno(), 8 * MIB)
+    assert (tmp_path / "file").stat().st_size == 8 * MIB
 
 
 def test_bandwidth_is_measured_between_drives(tmp_path, caplog) -> None:
