@@ -159,7 +159,7 @@ class Accessors:
         gradients.check_reduced()  # else a gradient that waits for that would pass for none
         self._step.updates.undo_ahead()
         row = self._runtime.row(place.unit)
-        return self._step.updates.held_values(row) if place.index in gradients.slots_with_gradients(row) else None
+        return self._step.updates.held_values(row) if place.index in gradients.with_gradients(row) else None
 
     def gradients_changed(self, place: Place) -> None:
         """What `held_gradients` gave was written to."""

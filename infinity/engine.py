@@ -751,8 +751,8 @@ class Engine(Accessors):
             _log.warning("the model is left without values: %s", error)
         self.close()
         for place in places:
-            if place.slot.name in values:
-                place.param.data = values.pop(place.slot.name).to(self.device)
+            if place.info.name in values:
+                place.param.data = values.pop(place.info.name).to(self.device)
 
     def __enter__(self) -> Engine:
         return self

@@ -35,7 +35,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.kernels import Dither
 from infinity.optim.formats import StateLayout, layout_with_moments, read_moments, write_moments
 from infinity.tiers import Sharding
-from infinity.zero.partition import Alignment, ParamSlot, UnitLayout, lay_out_unit
+from infinity.zero.partition import Alignment, ParamInfo, UnitLayout, lay_out_unit
 
 _CHUNK = 1 << 20  # elements; a multiple of every block of scales
 
@@ -165,7 +165,7 @@ class _Conversion:
         self._progress = progress
         self._done = 0
         self._units = self._of_files(source)
-        self._total = sum(slot.numel for unit in self._units for slot in unit.slots)
+        self._total = sum(info.numel for unit in self._units for info in unit.params)
 
     def _of_files(self, source: Manifest) -> list[UnitLayout]:
         """The parameters that are stored together, laid out for the ranks; their order is that of the manifest."""
@@ -191,8 +191,8 @@ class _Conversion:
         return {
             key: StoredTensor(DTYPE_NAMES[dtype], shape, tuple(parts.get(key, ())))
             for unit in self._units
-            for slot in unit.slots
-            for key, dtype, shape, _ in tensors_of(slot, self._layout)
+            for info in unit.params
+            for key, dtype, shape, _ in tensors_of(info, self._layout)
         }
 
     def _write_shard(
@@ -203,7 +203,7 @@ class _Conversion:
         specs = {
             key: (dtype, part_shape(part, shape, field))
             for part in own
-            for key, dtype, shape, field in tensors_of(part.slot, self._layout)
+            for key, dtype, shape, field in tensors_of(part.info, self._layout)
         }
         if not specs:
             return []
@@ -213,7 +213,7 @@ class _Conversion:
             for part in own:
                 for start in range(part.param.start, part.param.stop, _CHUNK):
                     stop = min(start + _CHUNK, part.param.stop)
-                    self._piece(file, reader, part.slot, start, stop)
+                    self._piece(file, reader, part.info, start, stop)
                     self._done += stop - start
                     self._progress(self._done, self._total)
         except BaseException:
@@ -224,10 +224,10 @@ class _Conversion:
             for key, (entry, sums) in file.finish().items()
         ]
 
-    def _piece(self, file: TensorFile, reader: StoredReader, slot: ParamSlot, start: int, stop: int) -> None:
+    def _piece(self, file: TensorFile, reader: StoredReader, info: ParamInfo, start: int, stop: int) -> None:
         """Elements `[start, stop)` of a parameter."""
-        name = slot.name
-        if not slot.trainable:
+        name = info.name
+        if not info.trainable:
             key = f"{FROZEN_FIELD}.{name}"
             file.write(key, reader.read(key, start, stop - start).to(self._layout.param_dtype))
             return

@@ -73,8 +73,8 @@ def export_16bit(
     compute = runtime.layout.param_dtype
     dtype = compute if compute.itemsize == 2 else torch.bfloat16
     buffers = persistent_buffers(model)
-    slots = [slot for unit in runtime.partition.units for slot in unit.slots]
-    specs = {slot.name: (dtype, slot.shape) for slot in slots if frozen or slot.trainable}
+    infos = [info for unit in runtime.partition.units for info in unit.params]
+    specs = {info.name: (dtype, info.shape) for info in infos if frozen or info.trainable}
     specs |= {name: (value.dtype, tuple(value.shape)) for name, value in codes(model).items() if frozen}
     specs |= {
         name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in buffers.items()

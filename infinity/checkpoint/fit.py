@@ -61,8 +61,8 @@ def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
             f"{path} has the moments {_names(manifest.moments)}, but this optimizer keeps {_names(ours)}: "
             "choose the optimizer that the checkpoint was saved with"
         )
-    slots = [slot for unit in runtime.partition.units for slot in unit.slots]
-    trained = {slot.name for slot in slots if slot.trainable}
+    infos = [info for unit in runtime.partition.units for info in unit.params]
+    trained = {info.name for info in infos if info.trainable}
     saved = trained_params(manifest.tensors).keys()
     for name in sorted(saved - trained):
         raise CheckpointError(
@@ -83,15 +83,15 @@ def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
 def _check_weights(path: Path, manifest: Manifest, runtime: Runtime, *, all_of_them: bool) -> None:
     """Every parameter of the model is there, in its shape, and none beside them."""
     saved = trained_params(manifest.tensors) | frozen_params(manifest.tensors)
-    slots = [slot for unit in runtime.partition.units for slot in unit.slots]
+    infos = [info for unit in runtime.partition.units for info in unit.params]
     kept = []
-    for slot in slots:
-        name, shape = slot.name, slot.shape
+    for info in infos:
+        name, shape = info.name, info.shape
         if name in saved:
             if saved[name] != shape:
                 raise CheckpointError(f"{path} has {name} in shape {saved[name]}; the model has {shape}")
-        elif slot.trainable or all_of_them:
-            hint = "" if slot.trainable else ", or was saved without frozen ones (load_module_strict=False keeps those)"
+        elif info.trainable or all_of_them:
+            hint = "" if info.trainable else ", or was saved without frozen ones (load_module_strict=False keeps those)"
             raise CheckpointError(f"{path} has no parameter {name}: it is of another model{hint}")
         else:
             kept.append(name)
@@ -99,7 +99,7 @@ def _check_weights(path: Path, manifest: Manifest, runtime: Runtime, *, all_of_t
         _log.warning(
             "%s has no `%s` and %d other frozen parameters, which keep their values", path, kept[0], len(kept) - 1
         )
-    for name in saved.keys() - {slot.name for slot in slots}:
+    for name in saved.keys() - {info.name for info in infos}:
         raise CheckpointError(f"{path} has a parameter {name}, which the model has not: it is of another model")
 
 

@@ -31,7 +31,7 @@ from infinity.checkpoint.stored import StoredReader, StoredTensor, check_files, 
 from infinity.errors import CheckpointError
 from infinity.optim.formats import StateLayout, write_master
 from infinity.zero.build import Runtime
-from infinity.zero.partition import SlotPart, UnitLayout
+from infinity.zero.partition import ParamPart, UnitLayout
 
 _CHECK_THREADS = 4  # of all ranks of a machine; reading and checksums leave Python's lock alone
 
@@ -165,13 +165,13 @@ def _check_own(path: Path, manifest: Manifest, runtime: Runtime, *, moments: boo
     return manifest.tensors
 
 
-def _slices(part: SlotPart, manifest: Manifest, *, moments: bool) -> Iterator[tuple[str, int, int]]:
+def _slices(part: ParamPart, manifest: Manifest, *, moments: bool) -> Iterator[tuple[str, int, int]]:
     """Key, first element and elements of what is read for a part of a parameter."""
-    name, start, stop = part.slot.name, part.param.start, part.param.stop
+    name, start, stop = part.info.name, part.param.start, part.param.stop
     for key in (f"{MASTER.name}.{name}", f"{FROZEN_FIELD}.{name}"):
         if key in manifest.tensors:
             yield key, start, stop - start
-    if moments and part.slot.trainable and f"{MASTER.name}.{name}" in manifest.tensors:
+    if moments and part.info.trainable and f"{MASTER.name}.{name}" in manifest.tensors:
         fields = manifest.layout.moment_fields
         begin = min((start // field.block * field.block for field in fields), default=start)
         for field in fields:
@@ -226,14 +226,14 @@ class _Source:
         trained, frozen = set(trained_params(manifest.tensors)), set(frozen_params(manifest.tensors))
         return _Source(reader, trained, frozen, manifest.layout if moments else None)
 
-    def has(self, part: SlotPart) -> bool:
+    def has(self, part: ParamPart) -> bool:
         """There are values; those of frozen parameters may have been left out."""
-        return part.slot.name in self.trained or part.slot.name in self.frozen
+        return part.info.name in self.trained or part.info.name in self.frozen
 
-    def weights(self, part: SlotPart) -> torch.Tensor:
+    def weights(self, part: ParamPart) -> torch.Tensor:
         """A part of a parameter: of its master, or of its values if it was frozen."""
-        field = MASTER.name if part.slot.name in self.trained else FROZEN_FIELD
-        return self.reader.read(f"{field}.{part.slot.name}", part.offset, part.stop - part.start)
+        field = MASTER.name if part.info.name in self.trained else FROZEN_FIELD
+        return self.reader.read(f"{field}.{part.info.name}", part.offset, part.stop - part.start)
 
 
 def _load_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
@@ -248,7 +248,7 @@ def _load_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
                 _load_part(part, source, layout, flat[part.shard], states)
             runtime.ranks.progress()
         for part in partition.parts(unit):
-            if not part.slot.trainable and source.has(part):
+            if not part.info.trainable and source.has(part):
                 flat[part.shard].copy_(source.weights(part))
 
 
@@ -258,13 +258,13 @@ def _compare_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
         for part in runtime.partition.parts(unit):
             if source.has(part) and not torch.equal(source.weights(part).to(flat.dtype), flat[part.shard]):
                 raise CheckpointError(
-                    f"`{part.slot.name}` has other values than in {unit.runs[0].file.path.parent}, where it is used "
+                    f"`{part.info.name}` has other values than in {unit.runs[0].file.path.parent}, where it is used "
                     "and never written: take the weights that the checkpoint was trained on, or in_place=False"
                 )
 
 
 def _load_part(
-    part: SlotPart,
+    part: ParamPart,
     source: _Source,
     layout: StateLayout,
     param: torch.Tensor,
@@ -272,10 +272,10 @@ def _load_part(
 ) -> None:
     """A part of one trained parameter."""
     write_master(layout, source.weights(part).float(), param, states)
-    if source.moments is None or part.slot.name not in source.trained:
+    if source.moments is None or part.info.name not in source.trained:
         for field in layout.moment_fields:
             states[field.name].zero_()
         return
     start, stop = part.param.start, part.param.stop
-    for name, values in moments_of(source.reader, source.moments, layout, part.slot.name, start, stop).items():
+    for name, values in moments_of(source.reader, source.moments, layout, part.info.name, start, stop).items():
         states[name].copy_(values)

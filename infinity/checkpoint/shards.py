@@ -14,7 +14,7 @@ from infinity.checkpoint.stored import StoredTensor, TensorPart
 from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile
 from infinity.optim.formats import StateField, StateLayout, read_master
 from infinity.zero.build import Runtime
-from infinity.zero.partition import ParamSlot, SlotPart, UnitLayout
+from infinity.zero.partition import ParamInfo, ParamPart, UnitLayout
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -52,8 +52,8 @@ def assemble(runtime: Runtime, written: list[list[WrittenPart]], *, frozen: bool
             parts.setdefault(one.key, []).append(one)
     tensors = {}
     for unit in runtime.partition.units:
-        for slot in unit.slots:
-            for key, dtype, shape, _ in tensors_of(slot, runtime.layout, frozen=frozen):
+        for info in unit.params:
+            for key, dtype, shape, _ in tensors_of(info, runtime.layout, frozen=frozen):
                 found = sorted(parts.get(key, []), key=lambda one: one.offset)
                 tensors[key] = StoredTensor(DTYPE_NAMES[dtype], shape, tuple(one.part for one in found))
     return tensors
@@ -71,20 +71,20 @@ def units_to_write(runtime: Runtime) -> list[UnitLayout]:
 
 
 def tensors_of(
-    slot: ParamSlot, layout: StateLayout, *, frozen: bool = True
+    info: ParamInfo, layout: StateLayout, *, frozen: bool = True
 ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], StateField | None]]:
     """Key, dtype, shape and field of every tensor of a parameter that is written; frozen ones have no field."""
-    if slot.trainable:
+    if info.trainable:
         for field in stored_fields(layout):
-            yield f"{field.name}.{slot.name}", field.dtype, stored_shape(field, slot.shape), field
+            yield f"{field.name}.{info.name}", field.dtype, stored_shape(field, info.shape), field
     elif frozen:
-        yield f"{FROZEN_FIELD}.{slot.name}", layout.param_dtype, slot.shape, None
+        yield f"{FROZEN_FIELD}.{info.name}", layout.param_dtype, info.shape, None
 
 
-def part_shape(part: SlotPart, shape: tuple[int, ...], field: StateField | None) -> tuple[int, ...]:
+def part_shape(part: ParamPart, shape: tuple[int, ...], field: StateField | None) -> tuple[int, ...]:
     """Shape of what a rank has of a tensor of this shape: flat, unless it is all of it."""
     numel = part.stop - part.start
-    if numel == part.slot.numel:
+    if numel == part.info.numel:
         return shape
     return (numel if field is None else field.length(numel),)
 
@@ -108,8 +108,8 @@ class Shard:
         self._offsets: dict[str, int] = {}  # where each tensor begins in its parameter
         self._file: TensorFile | None = None
         for part in runtime.partition.parts(unit):
-            if part.slot.trainable in kinds:
-                for key, dtype, shape, field in tensors_of(part.slot, runtime.layout):
+            if part.info.trainable in kinds:
+                for key, dtype, shape, field in tensors_of(part.info, runtime.layout):
                     self._specs[key] = dtype, part_shape(part, shape, field)
                     self._offsets[key] = part.offset
 
@@ -153,15 +153,15 @@ class Shard:
         """Write what follows: elements of the shard from `start` on."""
         assert self._file is not None
         for part in self._runtime.partition.parts(self.unit, start, start + flat.numel()):
-            if part.slot.trainable in self._kinds:
+            if part.info.trainable in self._kinds:
                 self._write_part(self._file, part, start, flat, fields)
 
     def _write_part(
-        self, file: TensorFile, part: SlotPart, start: int, flat: torch.Tensor, fields: Mapping[str, torch.Tensor]
+        self, file: TensorFile, part: ParamPart, start: int, flat: torch.Tensor, fields: Mapping[str, torch.Tensor]
     ) -> None:
         low, high = part.start - start, part.stop - start
-        name, layout = part.slot.name, self._runtime.layout
-        if not part.slot.trainable:
+        name, layout = part.info.name, self._runtime.layout
+        if not part.info.trainable:
             file.write(f"{FROZEN_FIELD}.{name}", flat[low:high])
             return
         states = layout.narrow(fields, low, high)

@@ -154,7 +154,7 @@ class Snapshot:
     def _check(self, unit: UnitLayout, start: int, flat: torch.Tensor) -> None:
         before = self._sums.get((unit.index, start))
         if before is not None and before != _sum(flat):
-            names = ", ".join(slot.name for slot in unit.slots[:3])
+            names = ", ".join(info.name for info in unit.params[:3])
             raise CheckpointError(
                 f"parameters of unit `{unit.name}` ({names}...) were written by the training loop after "
                 "save_checkpoint(blocking=False) and before it had saved them: call engine.wait_checkpoint() before "

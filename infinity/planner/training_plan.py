@@ -178,7 +178,7 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
         machine=machine,
         sizing=sizing,
         units=tuple(
-            UnitFacts(spec.name, sum(slot.numel for slot in unit.slots), spec.nbytes, spec.offloaded)
+            UnitFacts(spec.name, sum(info.numel for info in unit.params), spec.nbytes, spec.offloaded)
             for unit, spec in zip(sizing.partition.units, sizing.specs, strict=True)
         ),
         needs=needs,

@@ -96,9 +96,9 @@ class ComputeLane:
         with self._paused():
             self._listener.backward_left(units)
 
-    def in_parts(self, unit: Unit, slot: int, *, again: bool) -> None:
-        self._listener.in_parts(unit, slot, again=again)
+    def in_parts(self, unit: Unit, index: int, *, again: bool) -> None:
+        self._listener.in_parts(unit, index, again=again)
 
-    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:
         with self._paused():
-            self._listener.gradient_ready(unit, slot, param)
+            self._listener.gradient_ready(unit, index, param)

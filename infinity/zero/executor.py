@@ -280,15 +280,15 @@ class Executor:
 
     # Updates #
 
-    def update(self, row: Unit, segments: tuple[Segment, ...], slots: Collection[int]) -> None:
+    def update(self, row: Unit, segments: tuple[Segment, ...], indices: Collection[int]) -> None:
         """Update the unit once its parameters are in memory: now, or after their fetch.
 
         Args:
-            slots: indices of the parameters that the update changes. The running pass may still use the others.
+            indices: of the parameters that the update changes. The running pass may still use the others.
         """
         self._in_flight.ask(row, segments)
         self.gathering.changed(row)
-        row.views.outdate(slots)
+        row.views.outdate(indices)
         if row.params.is_at_hand():
             self._do(UpdateDue(row))
 
@@ -313,9 +313,9 @@ class Executor:
             row.foreseen = None
         return row.ahead is not before
 
-    def confirm(self, row: Unit, slots: Collection[int]) -> None:
+    def confirm(self, row: Unit, indices: Collection[int]) -> None:
         """Commit the speculative update as this step's, of these parameters. The tiles that it left out are due now."""
-        row.views.outdate(slots)
+        row.views.outdate(indices)
         self._in_flight.confirm(row)
         if row.ticket is None:
             self._in_flight.finished.append(row)
@@ -564,9 +564,9 @@ class Executor:
         else:
             row.views.hide()
 
-    def take_back(self, row: Unit, slot: int) -> None:
+    def take_back(self, row: Unit, index: int) -> None:
         """Point a parameter that lay in a tensor of its own (see `UnitViews.lend`) at its unit's memory again."""
-        row.views.take_back(slot)
+        row.views.take_back(index)
         self.refresh(row)
 
     def detach_views(self) -> None:

@@ -28,7 +28,7 @@ from infinity.zero.adapters import is_unmerged
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_units import codes
-from infinity.zero.partition import ParamSlot, UnitLayout
+from infinity.zero.partition import ParamInfo, UnitLayout
 from infinity.zero.ranks import ranks_on_this_machine
 from infinity.zero.views import UnitViews
 
@@ -65,15 +65,15 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """The position of a parameter's values: a slot of a unit."""
+    """The position of a parameter's values: which parameter of which unit."""
 
     param: nn.Parameter
     unit: UnitLayout
     index: int
 
     @property
-    def slot(self) -> ParamSlot:
-        return self.unit.slots[self.index]
+    def info(self) -> ParamInfo:
+        return self.unit.params[self.index]
 
 
 # By identity of the parameter, because tensors compare element by element; the reference shows whether it still lives.
@@ -83,8 +83,8 @@ _owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner], UnitLayo
 def claim(owner: Owner, model: nn.Module, units: Iterable[UnitLayout]) -> None:
     """Register `owner` as the engine of these parameters."""
     for unit in units:
-        for index, slot in enumerate(unit.slots):
-            param = model.get_parameter(slot.name)
+        for index, info in enumerate(unit.params):
+            param = model.get_parameter(info.name)
             _owners[id(param)] = (weakref.ref(param), weakref.ref(owner), unit, index)
 
 
@@ -141,8 +141,8 @@ def unit_values(
     """
     copies = []
     with runtime.executor.gathered(runtime.row(unit)) as flat:
-        for slot in (unit.slots[index] for index in indices):
-            values = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        for info in (unit.params[index] for index in indices):
+            values = flat[info.offset : info.offset + info.numel].view(info.shape)
             copies.append(values.to(device or runtime.row(unit).params.tensor.device, copy=True))
     return copies
 
@@ -155,7 +155,7 @@ def newest_values(
     Nothing is held between two of them, so that the caller may stop early.
     """
     runtime.together("engine.named_parameters()")
-    places = {slot.name: (unit, index) for unit in runtime.partition.units for index, slot in enumerate(unit.slots)}
+    places = {info.name: (unit, index) for unit in runtime.partition.units for index, info in enumerate(unit.params)}
     rank = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     coded = codes(model)  # they belong to no unit
     names = sorted((*places, *coded), key=lambda name: rank.get(name, len(rank)))
@@ -173,7 +173,7 @@ def newest_values(
                 values[at] = lent.to(_CPU, copy=True)
         values.reverse()
         for index in indices:
-            yield unit.slots[index].name, values.pop()
+            yield unit.params[index].name, values.pop()
 
 
 class Loan:
@@ -220,11 +220,11 @@ class Loan:
         for place in self.places:
             if self.runtime.executor.views.detached:
                 raise InfinityError(
-                    f"the engine was closed while `{place.slot.name}` was gathered: its changes are lost"
+                    f"the engine was closed while `{place.info.name}` was gathered: its changes are lost"
                 )
             values = place.param.data.detach().reshape(-1).cpu()
             self.runtime.ranks.broadcast(values, source)
-            _write_back(values, self.runtime, place.unit, place.slot)
+            _write_back(values, self.runtime, place.unit, place.info)
             views_of(self.runtime, place).keeps(place.index)
 
     def changed(self, model: nn.Module) -> Iterator[str]:
@@ -236,18 +236,18 @@ class Loan:
             views = views_of(self.runtime, place)
             if views.changed(place.index) or (
                 views.rewritten(place.index)
-                and not (is_unmerged(model, place.slot.name) and self._differs_by_rounding(place))
+                and not (is_unmerged(model, place.info.name) and self._differs_by_rounding(place))
             ):
-                yield place.slot.name
+                yield place.info.name
 
     def _differs_by_rounding(self, place: Place) -> bool:
         """Whether the values differ from the tiers' only by rounding, as far as this rank has them."""
         values = views_of(self.runtime, place).values(place.index)
-        if values.shape != place.slot.shape:
+        if values.shape != place.info.shape:
             return False
         values = values.reshape(-1).cpu()
         with self.runtime.executor.resident(self.runtime.row(place.unit)) as flat:
-            for part in self.runtime.partition.parts(place.unit, of=place.slot):
+            for part in self.runtime.partition.parts(place.unit, of=place.info):
                 known = flat[part.shard].float()
                 error = values[part.param].float() - known
                 # the error if the adapter's part is twenty times the weight
@@ -281,7 +281,7 @@ def check_room(
     if not places:
         return
     here = runtime.row(places[0].unit).params.tensor
-    nbytes = sum(place.slot.numel for place in places) * here.dtype.itemsize
+    nbytes = sum(place.info.numel for place in places) * here.dtype.itemsize
     target = device or here.device
     free = free_bytes(target) // (ranks_on_this_machine(runtime.ranks) if target == _CPU else 1)
     short = nbytes > free
@@ -289,7 +289,7 @@ def check_room(
         short = runtime.ranks.any(short)
     if short:
         asked, advice = what
-        names = f"`{places[0].slot.name}`" + (f" and {len(places) - 1} others" if len(places) > 1 else "")
+        names = f"`{places[0].info.name}`" + (f" and {len(places) - 1} others" if len(places) > 1 else "")
         raise CapacityError(
             f"{asked} needs {format_size(nbytes)} of {target.type} memory for copies of {names}, outside of the "
             f"budgets, and {format_size(free)} are free: {advice}"
@@ -418,24 +418,24 @@ def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:
 
 
 def _shape_problem(place: Place) -> str | None:
-    if tuple(place.param.shape) == tuple(place.slot.shape):
+    if tuple(place.param.shape) == tuple(place.info.shape):
         return None
-    return f"parameter `{place.slot.name}` has shape {tuple(place.param.shape)} now; it must stay {place.slot.shape}"
+    return f"parameter `{place.info.name}` has shape {tuple(place.param.shape)} now; it must stay {place.info.shape}"
 
 
-def _write_back(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, slot: ParamSlot) -> None:
+def _write_back(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, info: ParamInfo) -> None:
     """Store the values that differ from the tiers', as far as they lie in this rank's shard."""
     layout = runtime.layout
-    if unit.runs and not _differs(values, runtime, unit, slot):
+    if unit.runs and not _differs(values, runtime, unit, info):
         return  # otherwise `changing` raises with the reason
     with runtime.executor.changing(runtime.row(unit)) as flat:
-        for part in runtime.partition.parts(unit, of=slot):
+        for part in runtime.partition.parts(unit, of=info):
             current = flat[part.shard]
             here = values[part.param].to(current.dtype)
             changed = here != current
             if not bool(changed.any()):
                 continue
-            if not slot.trainable:
+            if not info.trainable:
                 current.copy_(here)
                 continue
             for tile, fields in runtime.pipeline.tiles(unit.index, writable=True):
@@ -448,8 +448,8 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, slot: 
                 write_master(layout, master, flat[low:high], states)
 
 
-def _differs(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, slot: ParamSlot) -> bool:
+def _differs(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, info: ParamInfo) -> bool:
     """Whether this rank's shard has other values."""
     with runtime.executor.resident(runtime.row(unit)) as flat:
-        parts = runtime.partition.parts(unit, of=slot)
+        parts = runtime.partition.parts(unit, of=info)
         return any(not torch.equal(values[part.param].to(flat.dtype), flat[part.shard]) for part in parts)

@@ -56,14 +56,14 @@ class Gradients:
 
     # Arriving #
 
-    def take(self, unit: Unit, slot: int, param: nn.Parameter) -> Addend | None:
+    def take(self, unit: Unit, index: int, param: nn.Parameter) -> Addend | None:
         """Take `param.grad` away. Return the gradients that are to be added now."""
         grad = local_gradient(param)
         if grad is None:
-            raise RuntimeError(f"gradient of {unit.layout.slots[slot].name} is missing when its hook runs")
+            raise RuntimeError(f"gradient of {unit.layout.params[index].name} is missing when its hook runs")
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        addend = self.source.take(unit, slot, grad)
+        addend = self.source.take(unit, index, grad)
         param.grad = None
         return addend
 
@@ -108,9 +108,9 @@ class Gradients:
 
     def _sum_of(self, unit: Unit, part: int) -> Addend:
         """Return the device's sum of a part, to be added on the host."""
-        start = 0 if part == WHOLE else unit.layout.slots[part].offset
+        start = 0 if part == WHOLE else unit.layout.params[part].offset
         values = self._sums.sums[unit.grads, part]
-        return Addend(unit, part, start, start + values.numel(), values, (), ())  # the slots are recorded already
+        return Addend(unit, part, start, start + values.numel(), values, (), ())  # the parameters are recorded already
 
     def all_come(self, unit: Unit) -> bool:
         """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
@@ -164,8 +164,8 @@ class Gradients:
         """Note which parameters have a gradient, now that it is known. Drop units in which none has one on any rank."""
         if not self.source.tells_late:
             return
-        for unit, slots in self.source.told():
-            unit.total.begun().present.update(slots)
+        for unit, indices in self.source.told():
+            unit.total.begun().present.update(indices)
         for unit in self._units:
             if unit.total.step is not None and not unit.total.step.present:
                 self._sums.sums.pop((unit.grads, WHOLE), None)
@@ -186,7 +186,7 @@ class Gradients:
         return [unit for unit in self._units if unit.total.step is not None and unit.total.step.present]
 
     @staticmethod
-    def slots_with_gradients(unit: Unit) -> frozenset[int]:
+    def with_gradients(unit: Unit) -> frozenset[int]:
         step = unit.total.step
         return frozenset() if step is None else frozenset(step.present)
 
@@ -284,15 +284,15 @@ class Gradients:
         """Whether some rank has gradients that are not reduced over the ranks yet. All ranks call this together."""
         return self.source.groups.all.any(self.source.waits)
 
-    def collected_values(self, unit: Unit, slot: int, *, of_all: bool) -> torch.Tensor | None:
+    def collected_values(self, unit: Unit, index: int, *, of_all: bool) -> torch.Tensor | None:
         """Return a copy of a gradient that is not reduced yet: see `Reduction.look`.
 
         Raises:
             InfinityError: another part of it is reduced already.
         """
-        if slot in self.slots_with_gradients(unit):
+        if index in self.with_gradients(unit):
             self.check_reduced()
-        return self.source.look(unit, slot, of_all=of_all)
+        return self.source.look(unit, index, of_all=of_all)
 
     @staticmethod
     def _have_freed(unit: Unit, free: Callable[[Unit], bool]) -> None:
@@ -333,31 +333,31 @@ class Gradients:
         """Whether there are gradients without an update."""
         return self.source.waits or bool(self.units_with_gradients())
 
-    def drop_slots(self, slots: Mapping[Unit, Collection[int]]) -> None:
-        """Drop the gradients of these parameters, given as slots by unit.
+    def drop_params(self, indices: Mapping[Unit, Collection[int]]) -> None:
+        """Drop the gradients of these parameters, given as indices by unit.
 
         Raises:
             InfinityError: others would stay, but the reduced gradients of a unit are one sum.
         """
         if self.source.groups.all.size > 1:
             here = {unit: set(unit.total.step.present) for unit in self._units if unit.total.step is not None}
-            for unit, waiting in self.source.slots_that_wait():
+            for unit, waiting in self.source.waiting():
                 here.setdefault(unit, set()).update(waiting)
-            if any(some - set(slots.get(unit, ())) for unit, some in here.items()):
+            if any(some - set(indices.get(unit, ())) for unit, some in here.items()):
                 raise InfinityError(
                     "the gradients of some parameters were dropped (param.grad = None) and those of others were not, "
                     "which several ranks cannot do: drop all of them with engine.zero_grad()"
                 )
             self.drop_all()
             return
-        for unit in slots:
+        for unit in indices:
             step = unit.total.step
             if step is None:
                 continue
-            for slot in slots[unit]:
-                step.present.discard(slot)
-                step.stats.pop(slot, None)
-                self._sums.sums.pop((unit.grads, slot), None)
+            for index in indices[unit]:
+                step.present.discard(index)
+                step.stats.pop(index, None)
+                self._sums.sums.pop((unit.grads, index), None)
             if not step.present:
                 self._drop(unit)
 

@@ -63,7 +63,7 @@ class PartialSum:
 
     Attributes:
         held: a sum exists or is arriving, and is not added over the replicas yet.
-        slots: parameters with a gradient of this rank in it.
+        present: indices of parameters with a gradient of this rank in it.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class PartialSum:
         self._device = device
         self._values: torch.Tensor | None = None  # allocated at first use, then reused in every step
         self.held = False
-        self.slots: set[int] = set()
+        self.present: set[int] = set()
         self._begun = False
 
     @property
@@ -82,12 +82,12 @@ class PartialSum:
             self._values = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         return self._values
 
-    def hold(self, slots: set[int]) -> None:
-        """Announce a micro-batch's shard with gradients of these slots; `add` follows."""
+    def hold(self, indices: set[int]) -> None:
+        """Announce a micro-batch's shard with gradients of these parameters; `add` follows."""
         if not self.held:
             self.held, self._begun = True, False
-            self.slots = set()
-        self.slots.update(slots)
+            self.present = set()
+        self.present.update(indices)
 
     def add(self, shard: torch.Tensor) -> None:
         if self._begun:

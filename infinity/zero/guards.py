@@ -52,7 +52,7 @@ class Guards:
         self._owner = weakref.ref(owner)
         self._model = weakref.ref(model)
         units = runtime.partition.units
-        places = [Place(model.get_parameter(s.name), u, i) for u in units for i, s in enumerate(u.slots)]
+        places = [Place(model.get_parameter(s.name), u, i) for u in units for i, s in enumerate(u.params)]
         self._places = {id(place.param): place for place in places}
         self._moves = any(spec.offloaded for spec in runtime.params.specs)
         self._saving = False
@@ -86,7 +86,7 @@ class Guards:
         if self._runtime.executor.views.lends:
             lent = next(p for p in self._places.values() if self._lent(p))
             raise InfinityError(
-                f"parameter `{lent.slot.name}` is gathered: leave GatheredParameters before the next training forward"
+                f"parameter `{lent.info.name}` is gathered: leave GatheredParameters before the next training forward"
             )
         if not self._shape.is_kept():
             model = self._model()
@@ -108,7 +108,7 @@ class Guards:
             if place is None or views_of(self._runtime, place).shows() or (place.unit.index, place.index) in read:
                 continue
             raise InfinityError(
-                f"the loss was computed from `{place.slot.name}` outside of the model's forward, where the parameter "
+                f"the loss was computed from `{place.info.name}` outside of the model's forward, where the parameter "
                 "is in its tier and reads as NaN: read it in the forward, or inside zero.GatheredParameters"
             )
 
@@ -118,12 +118,12 @@ class Guards:
 
     def _drop_gradients_left_out(self) -> list[RemovableHandle]:
         """Drop gradients of parameters that are not trained: they would collect outside of every budget."""
-        left = [p for p in self._places.values() if p.param.requires_grad and not p.slot.trainable]
-        if left and any(p.slot.trainable for p in self._places.values()):
+        left = [p for p in self._places.values() if p.param.requires_grad and not p.info.trainable]
+        if left and any(p.info.trainable for p in self._places.values()):
             _log.warning(
                 "`%s` and %d other parameters require a gradient but are in no parameter group: they are not trained, "
                 "and their gradients are dropped. Set requires_grad_(False) to have none computed",
-                left[0].slot.name,
+                left[0].info.name,
                 len(left) - 1,
             )
         return [place.param.register_post_accumulate_grad_hook(_drop_gradient) for place in left]
@@ -204,7 +204,7 @@ class Guards:
         try:
             if any(is_distributed(place.param) for place in places):
                 raise InfinityError(
-                    f"`{places[0].slot.name}` is a part of a model that tensor parallelism has divided: load it before "
+                    f"`{places[0].info.name}` is a part of a model that tensor parallelism has divided: load it before "
                     "initialize, or with engine.load_checkpoint"
                 )
             what = "load_state_dict", "free some, or use engine.load_checkpoint"
@@ -246,7 +246,7 @@ class Guards:
             return
         change = f"{_form(probe)} to {_form(result)}" if _form(probe) != _form(result) else "memory of their own"
         raise InfinityError(
-            f"`{places[0].slot.name}` and what else is converted here ({change}) lives in the tiers: convert the model "
+            f"`{places[0].info.name}` and what else is converted here ({change}) lives in the tiers: convert the model "
             "before initialize (.to, .half, .share_memory and their like), or a copy of it (copy.deepcopy)"
         )
 

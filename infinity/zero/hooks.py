@@ -88,14 +88,14 @@ class Listener(Protocol):
     def backward_left(self, units: tuple[Unit, ...]) -> None:
         """Called when backward has left one call of the module with these units, after `leave`."""
 
-    def in_parts(self, unit: Unit, slot: int, *, again: bool) -> None:
+    def in_parts(self, unit: Unit, index: int, *, again: bool) -> None:
         """Called before `gradient_ready` if more gradients of the unit may come before backward ends.
 
         Args:
             again: this parameter has had a gradient in this backward pass.
         """
 
-    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:
         """Called when `param.grad` holds this backward pass's gradient."""
 
 
@@ -179,11 +179,11 @@ class Hooks:
         uses_of: dict[int, _UnitUses] = {}
         self._names: dict[int, str] = {}
         for each, layout in zip(self._units, partition.units, strict=True):
-            for index, slot in enumerate(layout.slots):
-                param = model.get_parameter(slot.name)
+            for index, info in enumerate(layout.params):
+                param = model.get_parameter(info.name)
                 uses_of[id(param)] = each
-                self._names[id(param)] = slot.name
-                if slot.trainable:
+                self._names[id(param)] = info.name
+                if info.trainable:
                     self._watch_parameter(param, each, index)
         self._reads = ParameterReads(uses_of, lent, self)
         for point in partition.hook_points:
@@ -354,12 +354,12 @@ class Hooks:
 
     # Backward #
 
-    def _watch_parameter(self, param: nn.Parameter, each: _UnitUses, slot: int) -> None:
+    def _watch_parameter(self, param: nn.Parameter, each: _UnitUses, index: int) -> None:
         def ready(param: torch.Tensor) -> None:
             if param.grad is None:
                 return  # a user's hook has taken it: for torch the parameter has no gradient in this pass
-            self._look_for_parts(each, slot)
-            self._listener.gradient_ready(each.unit, slot, param)  # type: ignore[arg-type]
+            self._look_for_parts(each, index)
+            self._listener.gradient_ready(each.unit, index, param)  # type: ignore[arg-type]
             each.arrived += 1
             if self._alone and each.followed and each.is_complete:
                 self._begun.end(lambda call: each in call.followed and call.is_through)
@@ -368,15 +368,15 @@ class Hooks:
         self._handles.append(handle)
         self._trained.append((param, handle.id))
 
-    def _look_for_parts(self, each: _UnitUses, slot: int) -> None:
+    def _look_for_parts(self, each: _UnitUses, index: int) -> None:
         """Report a gradient that may not be the last one of its unit, see [Note: gradients in parts]."""
         running = torch._C._current_graph_task_id()
         if running != self._outermost:
             self._note_pass()
-        again = slot in each.had
-        each.had.add(slot)
+        again = index in each.had
+        each.had.add(index)
         if again or (running != self._outermost and not each.is_called_once):
-            self._listener.in_parts(each.unit, slot, again=again)
+            self._listener.in_parts(each.unit, index, again=again)
 
     def _let_users_hooks_come_first(self) -> None:
         """Move our hooks behind newer hooks on `param.grad`, so that these can see and change it first.
@@ -391,7 +391,7 @@ class Hooks:
 
 
 def _has_elements(unit: UnitLayout) -> bool:
-    return any(slot.numel for slot in unit.slots)
+    return any(info.numel for info in unit.params)
 
 
 class _Nobody:
@@ -402,10 +402,10 @@ class _Nobody:
 
     backward_enter = leave = backward_left = enter
 
-    def in_parts(self, unit: Unit, slot: int, *, again: bool) -> None:
+    def in_parts(self, unit: Unit, index: int, *, again: bool) -> None:
         """Do nothing."""
 
-    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:
         """Do nothing."""
 
 

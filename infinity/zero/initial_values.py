@@ -167,21 +167,21 @@ class InitialValues:
         Raises:
             ConfigError: a meta parameter that nothing initialises.
         """
-        for slot in unit.slots:
-            self._read(slot.name)
-        if any(self._value(slot.name) is None for slot in unit.slots):
+        for info in unit.params:
+            self._read(info.name)
+        if any(self._value(info.name) is None for info in unit.params):
             self._initialise(unit)
-        values = {slot.name: self._value(slot.name) for slot in unit.slots}
-        for slot in unit.slots:
-            self._made.pop(slot.name, None)
+        values = {info.name: self._value(info.name) for info in unit.params}
+        for info in unit.params:
+            self._made.pop(info.name, None)
         return {name: value.detach().cpu().reshape(-1) for name, value in values.items() if value is not None}
 
     def placed(self, unit: UnitLayout, inexact: Container[str]) -> None:
         """The tiers have the unit's values, but for those of `inexact` parameters as they came."""
-        for slot in unit.slots:
-            self._made.pop(slot.name, None)
-            if not self._keep and slot.name not in inexact and slot.name not in self._valueless:
-                self._originals[slot.name].values = None
+        for info in unit.params:
+            self._made.pop(info.name, None)
+            if not self._keep and info.name not in inexact and info.name not in self._valueless:
+                self._originals[info.name].values = None
 
     def _value(self, name: str) -> torch.Tensor | None:
         if name in self._made:
@@ -239,8 +239,8 @@ class InitialValues:
 
     def _initialise(self, unit: UnitLayout) -> None:
         """Give the modules that own the unit's parameters memory, have them initialised, and keep the values."""
-        owners = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots)
-        wanting = dict.fromkeys(slot.name.rpartition(".")[0] for slot in unit.slots if self._value(slot.name) is None)
+        owners = dict.fromkeys(info.name.rpartition(".")[0] for info in unit.params)
+        wanting = dict.fromkeys(info.name.rpartition(".")[0] for info in unit.params if self._value(info.name) is None)
         given: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}
         for owner in owners:  # all of them: a rule for an outer module writes to parameters that have values, too
             for name, param in self._model.get_submodule(owner).named_parameters(owner, recurse=False):
@@ -271,7 +271,7 @@ class InitialValues:
             stored: reads the exact values of a unit's parameters, flat, by name.
         """
         for unit in units:
-            gone = [slot.name for slot in unit.slots if self._is_gone(slot.name)]
+            gone = [info.name for info in unit.params if self._is_gone(info.name)]
             if not gone:
                 continue
             try:

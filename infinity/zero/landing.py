@@ -24,7 +24,7 @@ def parts_before(units: Sequence[UnitLayout], *, whole: bool) -> list[int]:
     Args:
         whole: a unit is one part, because ranks reduce it as one; if False, each parameter is a part.
     """
-    return list(accumulate((1 if whole else len(unit.slots) for unit in units), initial=0))
+    return list(accumulate((1 if whole else len(unit.params) for unit in units), initial=0))
 
 
 class Landing(ABC):

@@ -38,14 +38,14 @@ def materialize(runtime: Runtime, values: InitialValues, *, rounds: bool) -> Non
         inexact: set[str] = set()
         if unit.runs:
             _fetch_from_files(runtime, unit)
-        elif all(slot.name in alike for slot in unit.slots):
+        elif all(info.name in alike for info in unit.params):
             with runtime.executor.created(runtime.row(unit)) as flat:
                 fill(unit, flat, values.read_slice)
         else:
             with runtime.executor.created(runtime.row(unit)) as flat:
                 initial = _from_rank_0(values, unit, runtime.ranks)
                 fill(unit, flat, partial(_slice_of, initial))
-            frozen = [slot.name for slot in unit.slots if not slot.trainable]
+            frozen = [info.name for info in unit.params if not info.trainable]
             inexact = {name for name in frozen if not _holds(layout.param_dtype, initial[name])}
         values.placed(unit, inexact)
 
@@ -106,9 +106,9 @@ def _from_rank_0(values: InitialValues, unit: UnitLayout, ranks: Ranks) -> dict[
     if ranks.rank == 0:
         initial = {name: value.float() for name, value in values.take(unit).items()}
     else:
-        initial = {slot.name: torch.empty(slot.numel, dtype=torch.float32, device="cpu") for slot in unit.slots}
-    for slot in unit.slots:
-        ranks.broadcast(initial[slot.name])
+        initial = {info.name: torch.empty(info.numel, dtype=torch.float32, device="cpu") for info in unit.params}
+    for info in unit.params:
+        ranks.broadcast(initial[info.name])
     return initial
 
 
@@ -127,13 +127,13 @@ def _fill_unit(
     rounds: bool,
 ) -> None:
     for part in partition.parts(unit):
-        if not part.slot.trainable:
-            flat[part.shard].copy_(initial(part.slot.name, part.param))
+        if not part.info.trainable:
+            flat[part.shard].copy_(initial(part.info.name, part.param))
     for tile, fields in pipeline.tiles(unit.index, writable=True, fresh=True):
         start, stop = tile.start, tile.start + tile.numel
         master = torch.zeros(tile.numel, dtype=torch.float32, device="cpu")
         for part in partition.parts(unit, start, stop):
-            master[part.start - start : part.stop - start].copy_(initial(part.slot.name, part.param))
+            master[part.start - start : part.stop - start].copy_(initial(part.info.name, part.param))
         if rounds:
             master.copy_(master.to(layout.param_dtype))
         init_states(layout, master, flat[start:stop], fields)
@@ -151,17 +151,17 @@ def stored_values(runtime: Runtime, unit: UnitLayout) -> dict[str, torch.Tensor]
     """The inverse of `materialize` on one rank: a unit's masters, and frozen parameters in compute dtype; flat."""
     partition, layout = runtime.partition, runtime.layout
     values = {
-        slot.name: torch.empty(slot.numel, dtype=torch.float32 if slot.trainable else layout.param_dtype, device="cpu")
-        for slot in unit.slots
+        info.name: torch.empty(info.numel, dtype=torch.float32 if info.trainable else layout.param_dtype, device="cpu")
+        for info in unit.params
     }
     with runtime.executor.resident(runtime.row(unit)) as flat:
         for part in partition.parts(unit):
-            if not part.slot.trainable:
-                values[part.slot.name][part.param] = flat[part.shard]
+            if not part.info.trainable:
+                values[part.info.name][part.param] = flat[part.shard]
         for tile, fields in runtime.pipeline.tiles(unit.index, writable=False):
             start, stop = tile.start, tile.start + tile.numel
             master = read_master(layout, flat[start:stop], fields)
             for part in partition.parts(unit, start, stop):
-                values[part.slot.name][part.param] = master[part.start - start : part.stop - start]
+                values[part.info.name][part.param] = master[part.start - start : part.stop - start]
     runtime.params.discard(runtime.row(unit).params)  # these values are not read again, so not written either
     return values

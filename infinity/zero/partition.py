@@ -36,23 +36,23 @@ class Alignment:
 
     Attributes:
         shard: of shard lengths.
-        slot: of parameter starts; by default a cache line in any dtype of two bytes or more.
+        param: of parameter starts; by default a cache line in any dtype of two bytes or more.
     """
 
     shard: int
-    slot: int = 32
+    param: int = 32
 
     @staticmethod
     def of(layout: StateLayout) -> Alignment:
-        return Alignment(SHARD_ALIGN, max(Alignment.slot, *(field.block for field in layout.fields)))
+        return Alignment(SHARD_ALIGN, max(Alignment.param, *(field.block for field in layout.fields)))
 
     def for_ranks(self, count: int) -> Alignment:
         """Return the alignment for units sharded over so many ranks."""
-        return Alignment(self.shard * count, self.slot)
+        return Alignment(self.shard * count, self.param)
 
 
 @dataclass(frozen=True)
-class ParamSlot:
+class ParamInfo:
     """One parameter's position in its unit's flat tensor.
 
     Attributes:
@@ -75,7 +75,7 @@ class UnitLayout:
     """The layout of a unit: parameters that are fetched, used and evicted together.
 
     Attributes:
-        slots: trainable parameters first, by group, then frozen ones.
+        params: trainable parameters first, by group, then frozen ones.
         trainable_numel: padded length of the trainable part, whose shards the optimizer updates.
         numel: padded length of the flat tensor.
         persistent: always resident.
@@ -84,7 +84,7 @@ class UnitLayout:
 
     index: int
     name: str
-    slots: tuple[ParamSlot, ...]
+    params: tuple[ParamInfo, ...]
     trainable_numel: int
     numel: int
     persistent: bool
@@ -93,26 +93,26 @@ class UnitLayout:
     @property
     def trained(self) -> int:
         """Number of trained parameters."""
-        return sum(slot.trainable for slot in self.slots)
+        return sum(info.trainable for info in self.params)
 
     def parts(
-        self, sharding: Sharding, start: int = 0, stop: int | None = None, *, of: ParamSlot | None = None
-    ) -> Iterator[SlotPart]:
+        self, sharding: Sharding, start: int = 0, stop: int | None = None, *, of: ParamInfo | None = None
+    ) -> Iterator[ParamPart]:
         """Yield the parts of parameters in elements `[start, stop)` of a shard; with `of`, only that parameter's."""
         for own in sharding.pieces(self.trainable_numel, self.numel):
             low = max(start, own.shard)
             high = own.shard + own.numel if stop is None else min(stop, own.shard + own.numel)
-            for slot in self.slots if of is None else (of,):
-                part = overlap(own, slot.offset, slot.offset + slot.numel)
+            for info in self.params if of is None else (of,):
+                part = overlap(own, info.offset, info.offset + info.numel)
                 if part is None:
                     continue
                 first, last = max(low, part.shard), min(high, part.shard + part.numel)
                 if first < last:
-                    yield SlotPart(slot, first, last, part.whole - slot.offset + first - part.shard)
+                    yield ParamPart(info, first, last, part.whole - info.offset + first - part.shard)
 
 
 @dataclass(frozen=True)
-class SlotPart:
+class ParamPart:
     """Neighbouring elements of one parameter in a shard.
 
     Attributes:
@@ -120,7 +120,7 @@ class SlotPart:
         offset: position of the first of them in the parameter.
     """
 
-    slot: ParamSlot
+    info: ParamInfo
     start: int
     stop: int
     offset: int
@@ -175,9 +175,9 @@ class Partition:
         start: int = 0,
         stop: int | None = None,
         *,
-        of: ParamSlot | None = None,
+        of: ParamInfo | None = None,
         rank: int | None = None,
-    ) -> Iterator[SlotPart]:
+    ) -> Iterator[ParamPart]:
         """See `UnitLayout.parts`; by default of this rank's shard."""
         return unit.parts(self.sharding if rank is None else Sharding(rank, self.sharding.count), start, stop, of=of)
 
@@ -266,19 +266,19 @@ def lay_out_unit(
         groups: parameter group of every trained parameter.
         align: of shards, for all ranks together.
     """
-    slots: list[ParamSlot] = []
+    infos: list[ParamInfo] = []
     offset = 0
     trainable_numel = 0
     for member, shape in shapes.items():
         numel, trainable = math.prod(shape), member in groups
-        if not trainable and (not slots or slots[-1].trainable):
+        if not trainable and (not infos or infos[-1].trainable):
             trainable_numel = offset = _round_up(offset, align.shard)
-        slots.append(ParamSlot(member, shape, numel, offset, trainable, groups.get(member, -1)))
-        offset += _round_up(max(1, numel), align.slot)  # a unit of only empty parameters has a tile, too
+        infos.append(ParamInfo(member, shape, numel, offset, trainable, groups.get(member, -1)))
+        offset += _round_up(max(1, numel), align.param)  # a unit of only empty parameters has a tile, too
     padded = _round_up(offset, align.shard)
-    if all(slot.trainable for slot in slots):
+    if all(info.trainable for info in infos):
         trainable_numel = padded
-    return UnitLayout(index, name, tuple(slots), trainable_numel, padded, persistent)
+    return UnitLayout(index, name, tuple(infos), trainable_numel, padded, persistent)
 
 
 def _layout_in_files(
@@ -311,13 +311,13 @@ def _layout_in_files(
                 "with in_place=False"
             )
     starts, runs = lay_out_image([in_files[member] for member in params])
-    slots = [
-        ParamSlot(member, tuple(param.shape), param.numel(), start // itemsize, trainable=False, group=-1)
+    infos = [
+        ParamInfo(member, tuple(param.shape), param.numel(), start // itemsize, trainable=False, group=-1)
         for (member, param), start in zip(params.items(), starts, strict=True)
     ]
-    slots.sort(key=lambda slot: slot.offset)
+    infos.sort(key=lambda info: info.offset)
     numel = _round_up(sum(run.nbytes for run in runs) // itemsize, align.shard)
-    return UnitLayout(index, name, tuple(slots), 0, numel, persistent=False, runs=runs)
+    return UnitLayout(index, name, tuple(infos), 0, numel, persistent=False, runs=runs)
 
 
 def _round_up(value: int, multiple: int) -> int:

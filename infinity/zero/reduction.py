@@ -43,10 +43,10 @@ class Addend(NamedTuple):
     """Gradients to be added to their unit's.
 
     Attributes:
-        part: a slot, or WHOLE; parts are measured separately.
+        part: the index of a parameter, or WHOLE; parts are measured separately.
         start, stop: position of `values`, contiguous, in the unit's buffer.
-        present: slots with a gradient in it.
-        of_pass: slots with a gradient of the running backward pass.
+        present: indices of parameters with a gradient in it.
+        of_pass: indices of parameters with a gradient of the running backward pass.
     """
 
     unit: Unit
@@ -60,10 +60,10 @@ class Addend(NamedTuple):
 
 @dataclass
 class _Collected:
-    """This rank's gradients of a unit: flat, which slots have one, and which have one of the running pass."""
+    """This rank's gradients of a unit: flat, which parameters have one, and which have one of the running pass."""
 
     loan: Loan
-    slots: set[int] = field(default_factory=set)
+    present: set[int] = field(default_factory=set)
     of_pass: set[int] = field(default_factory=set)
 
 
@@ -79,18 +79,18 @@ class Direct:
         self.shares = bool(parts.shares)
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [gaps(unit.layout) for unit in units]
 
-    def take(self, unit: Unit, slot: int, grad: torch.Tensor) -> Addend | None:
-        place, here = unit.layout.slots[slot], (slot,)
-        return Addend(unit, slot, place.offset, place.offset + place.numel, grad.contiguous(), here, here)
+    def take(self, unit: Unit, index: int, grad: torch.Tensor) -> Addend | None:
+        place, here = unit.layout.params[index], (index,)
+        return Addend(unit, index, place.offset, place.offset + place.numel, grad.contiguous(), here, here)
 
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
         """Do nothing: all passes are alike."""
 
     def leave(self, *_: Unit) -> Iterator[Any]:
-        """Yield nothing: no gradient waits for other ranks, and each addend names its slots."""
+        """Yield nothing: no gradient waits for other ranks, and each addend names its parameters."""
         return iter(())
 
-    complete = rest = end_pass = told = slots_that_wait = leave
+    complete = rest = end_pass = told = waiting = leave
 
     def forward_order(self) -> Sequence[int]:
         """Return nothing: no other rank has to agree."""
@@ -99,11 +99,11 @@ class Direct:
     def clear(self) -> None:
         """Do nothing: no gradients are collected."""
 
-    def look(self, unit: Unit, slot: int, *, of_all: bool) -> torch.Tensor | None:
+    def look(self, unit: Unit, index: int, *, of_all: bool) -> torch.Tensor | None:
         return None
 
     def measured(self, unit: UnitLayout, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
-        return replace(stats, sum_sq=stats.sum_sq * self._parts.share(unit.slots[part].name))
+        return replace(stats, sum_sq=stats.sum_sq * self._parts.share(unit.params[part].name))
 
     def agreeing(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -117,7 +117,7 @@ class Journey:
         every_pass: reduce in every backward pass, not only in the last of a step.
         collect_dtype: dtype in which they are collected.
         dtype: dtype in which they are reduced.
-        tells_early: each sum comes with the slots that have a gradient; if False, they are known at the end of the
+        tells_early: each sum comes with the parameters that have a gradient; if False, they are known at the end of the
             pass.
         streams: sums leave the device while it computes, and may still be read when the next ones arrive.
     """
@@ -135,8 +135,8 @@ class _Reduction(NamedTuple):
 
     Attributes:
         whole: this rank's gradients of the unit; None if the shard is all of them.
-        present: two rows of bytes by slot: some rank has a gradient, and has one of this pass. None if the end of the
-            pass decides this.
+        present: two rows, a byte a parameter: some rank has a gradient, and some rank has one of this pass. None if the
+            end of the pass decides this.
         pending: the exchanges to wait for: these flags, and the sum.
         partial: the sum of the step's earlier passes, to which this one is added, if there is one.
         stays: this pass adds it to `partial` and no further.
@@ -157,7 +157,7 @@ class _ReducedUnit:
 
     Attributes:
         unit: its layout.
-        first: number of its first slot among those of all units.
+        first: number of its first parameter among those of all units.
         trainable: the number of its parameters that have gradients.
         shared: several modules use it.
         partial: the group's sum so far, if its replicas add up once a step.
@@ -182,10 +182,10 @@ class _ReducedUnit:
         return self.partial if self.partial is not None and self.partial.held else None
 
     @property
-    def slots(self) -> set[int]:
+    def present(self) -> set[int]:
         """Slots with a gradient on this rank that is not reduced over all ranks yet."""
-        here = set() if self.collected is None else self.collected.slots
-        return here if self.held is None else here | self.held.slots
+        here = set() if self.collected is None else self.collected.present
+        return here if self.held is None else here | self.held.present
 
     @property
     def has_all(self) -> bool:
@@ -227,11 +227,11 @@ class Reduction:
         self._last = False
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [()] * len(units)
         self._units: list[_ReducedUnit] = []
-        self._slots = 0  # of all units
+        self._count = 0  # of all units
         for row in units:
             unit, partial = row.layout, None if partial_sums is None else partial_sums.get(row.index)
-            self._units.append(_ReducedUnit(row, unit, self._slots, unit.trained, row.index in shared, partial))
-            self._slots += len(unit.slots)
+            self._units.append(_ReducedUnit(row, unit, self._count, unit.trained, row.index in shared, partial))
+            self._count += len(unit.params)
         self._journey = journey
         self._device = device
         self._scratch = scratch_on(device, read_late=journey.streams)
@@ -257,37 +257,37 @@ class Reduction:
         """Whether any gradients are not reduced over all ranks yet."""
         return any(each.collected is not None or each.held is not None for each in self._units)
 
-    def slots_that_wait(self) -> Iterator[tuple[Unit, set[int]]]:
-        """Yield the slots with gradients that are not reduced yet, by unit."""
+    def waiting(self) -> Iterator[tuple[Unit, set[int]]]:
+        """Yield the parameters with gradients that are not reduced yet, by unit."""
         for each in self._units:
-            if each.slots:
-                yield each.row, each.slots
+            if each.present:
+                yield each.row, each.present
 
     def _no_flags(self) -> torch.Tensor:
-        """Return a byte for each slot: this rank has reduced a gradient in this pass; after the exchange, some rank."""
-        return torch.zeros(self._slots, dtype=torch.uint8, device="cpu")
+        """Return a byte a parameter: this rank has reduced a gradient in this pass; after the exchange, some rank."""
+        return torch.zeros(self._count, dtype=torch.uint8, device="cpu")
 
     # Collecting #
 
-    def take(self, unit: Unit, slot: int, grad: torch.Tensor) -> Addend | None:
+    def take(self, unit: Unit, index: int, grad: torch.Tensor) -> Addend | None:
         """Collect a parameter's gradient. Return the gradients that are to be added at once."""
         each = self._units[unit.index]
         if self._journey.tells_early and unit.index in self._order.skipped:
             raise InfinityError(
-                f"a gradient of `{each.unit.slots[slot].name}` has come, whose module this pass has not run on "
+                f"a gradient of `{each.unit.params[index].name}` has come, whose module this pass has not run on "
                 "this rank, and other ranks' gradients of it may have updated it: read it in the model's forward, or "
                 'set tiering.update_schedule to "deferred"'
             )
         if each.collected is None:
             each.collected = self._empty(each.unit)
-        collected, place = each.collected, each.unit.slots[slot]
+        collected, place = each.collected, each.unit.params[index]
         target = collected.loan.tensor[place.offset : place.offset + place.numel].view(place.shape)
-        if slot in collected.slots:
+        if index in collected.present:
             target.add_(grad)
         else:
             target.copy_(grad)
-        collected.slots.add(slot)
-        collected.of_pass.add(slot)
+        collected.present.add(index)
+        collected.of_pass.add(index)
         return None
 
     def _empty(self, unit: UnitLayout) -> _Collected:
@@ -332,20 +332,20 @@ class Reduction:
         # Other ranks may never answer; a collective that still writes keeps its memory.
         self._scattering = self._averaging = None
 
-    def look(self, unit: Unit, slot: int, *, of_all: bool) -> torch.Tensor | None:
+    def look(self, unit: Unit, index: int, *, of_all: bool) -> torch.Tensor | None:
         """Return a copy, flat and in float32, of a parameter's collected gradient; None if there is none.
 
         Args:
             of_all: return its sum over the ranks, which all call this; if False, this rank's gradient.
         """
         each = self._units[unit.index]
-        place, collected, partial = each.unit.slots[slot], each.collected, each.held
+        place, collected, partial = each.unit.params[index], each.collected, each.held
         mine = None
-        if collected is not None and slot in collected.slots:
+        if collected is not None and index in collected.present:
             mine = collected.loan.tensor[place.offset : place.offset + place.numel]
         if not of_all:
             return None if mine is None else mine.float().clone()
-        here = mine is not None or (partial is not None and slot in partial.slots)
+        here = mine is not None or (partial is not None and index in partial.present)
         if not self.groups.all.any(here):
             return None
         total = torch.zeros(place.numel, dtype=self._journey.dtype, device=self._device)
@@ -413,7 +413,7 @@ class Reduction:
         if self.tells_late:
             for unit in left.nonzero():
                 each = self._units[int(unit)]
-                self._note(each, each.slots)
+                self._note(each, each.present)
             told = self._present
         path = self.groups.all.path.flags()
         flags = torch.cat([left, told, path, torch.tensor([not self._order.suits], dtype=torch.uint8, device="cpu")])
@@ -430,23 +430,23 @@ class Reduction:
             self._present = told
         return [int(unit) for unit in left.nonzero()], not bool(unsuited)
 
-    def _note(self, each: _ReducedUnit, slots: set[int]) -> None:
+    def _note(self, each: _ReducedUnit, indices: set[int]) -> None:
         if not self._stays(each):
-            self._present[[each.first + slot for slot in slots]] = 1
+            self._present[[each.first + index for index in indices]] = 1
 
     def _stays(self, each: _ReducedUnit) -> bool:
         """Whether the unit's gradients of this pass wait for the last one."""
         return not self._last and each.partial is not None
 
     def told(self) -> Iterator[tuple[Unit, list[int]]]:
-        """Yield slots with a gradient on some rank in the finished pass, by unit, if addends have not named them."""
+        """Yield parameters with a gradient on some rank in the finished pass, by unit, unless addends named them."""
         if not (self._reduces and self.tells_late):
             return
         for each in self._units:
-            flags = self._present[each.first : each.first + len(each.unit.slots)]
-            slots = [int(slot) for slot in flags.nonzero()]
-            if slots:
-                yield each.row, slots
+            flags = self._present[each.first : each.first + len(each.unit.params)]
+            indices = [int(index) for index in flags.nonzero()]
+            if indices:
+                yield each.row, indices
 
     def _reduce(self, index: int) -> Iterator[Addend]:
         """Start to reduce a unit, after the one before it is added."""
@@ -456,10 +456,10 @@ class Reduction:
         if not self._reduces or not numel:
             return
         yield from self._advance()
-        slots, stays = each.slots, self._stays(each)
+        indices, stays = each.present, self._stays(each)
         collected, each.collected = each.collected or self._empty(unit), None
         whole = collected.loan
-        for start, stop in gaps(unit, collected.slots):
+        for start, stop in gaps(unit, collected.present):
             whole.tensor[start:stop] = 0
         if whole.tensor.dtype is not journey.dtype:
             whole = self._scratch.take(numel, journey.dtype)
@@ -467,7 +467,7 @@ class Reduction:
             self._scratch.give(collected.loan)
         partial = each.partial if stays else each.held
         if partial is not None and stays:
-            partial.hold(slots)
+            partial.hold(indices)
         elif partial is not None:
             partial.held = False  # this reduction completes it
         own = None
@@ -477,21 +477,21 @@ class Reduction:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, unit.name)
         # After the sums: these detect ranks that are not at the same unit.
-        present, flags = (None, ()) if stays else self._tell(each, slots, collected.of_pass)
+        present, flags = (None, ()) if stays else self._tell(each, indices, collected.of_pass)
         if own is None:
             self._averaging = _Reduction(each, None, whole, present, (*flags, sums))
         else:
             self._scattering = _Reduction(each, whole, own, present, (*flags, sums), partial, stays)
 
     def _tell(
-        self, each: _ReducedUnit, slots: set[int], of_pass: set[int]
+        self, each: _ReducedUnit, indices: set[int], of_pass: set[int]
     ) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
-        """Return which slots of a unit have a gradient on this rank and, after the pending exchange, on some rank."""
+        """Return which parameters have a gradient on this rank and, after the pending exchange, on some rank."""
         if self.tells_late:
-            self._note(each, slots)
+            self._note(each, indices)
             return None, ()
-        present = torch.zeros(2, len(each.unit.slots), dtype=torch.uint8, device="cpu")
-        present[0, list(slots)] = 1
+        present = torch.zeros(2, len(each.unit.params), dtype=torch.uint8, device="cpu")
+        present[0, list(indices)] = 1
         present[1, list(of_pass)] = 1
         return present, (self.groups.all.any_of(present),)
 
@@ -534,7 +534,7 @@ class Reduction:
         here: set[int] = set()
         of_pass: set[int] = set()
         if reduction.present is not None:
-            here, of_pass = ({int(slot) for slot in flags.nonzero()} for flags in reduction.present)
+            here, of_pass = ({int(index) for index in flags.nonzero()} for flags in reduction.present)
         if here:
             self._used.add(reduction.of.row.index)
         if here or reduction.present is None:
@@ -546,8 +546,8 @@ class Reduction:
         """Subtract the squares of parameters that other parts of the model hold, too, according to their share."""
         elsewhere = 0.0
         for here in unit.parts(self._journey.sharding):
-            share = self._parts.share(here.slot.name)
-            if share < 1 and here.slot.trainable:
+            share = self._parts.share(here.info.name)
+            if share < 1 and here.info.trainable:
                 elsewhere += (1 - share) * float(values[here.shard].double().square().sum())
         return replace(stats, sum_sq=stats.sum_sq - elsewhere)
 
@@ -556,18 +556,18 @@ class Reduction:
         return self._counters.stalled(StallCause.COLLECTIVE)
 
 
-def gaps(unit: UnitLayout, slots: Container[int] | None = None) -> list[tuple[int, int]]:
-    """Return ranges of the unit's trainable part that belong to no parameter, or to none of `slots` if given."""
+def gaps(unit: UnitLayout, indices: Container[int] | None = None) -> list[tuple[int, int]]:
+    """Return ranges of the unit's trainable part that belong to no parameter, or to none of `indices` if given."""
     ranges = []
     position = 0
-    for index, slot in enumerate(unit.slots):
-        if not slot.trainable:
+    for index, info in enumerate(unit.params):
+        if not info.trainable:
             break
-        if slots is not None and index not in slots:
+        if indices is not None and index not in indices:
             continue
-        if slot.offset > position:
-            ranges.append((position, slot.offset))
-        position = slot.offset + slot.numel
+        if info.offset > position:
+            ranges.append((position, info.offset))
+        position = info.offset + info.numel
     if position < unit.trainable_numel:
         ranges.append((position, unit.trainable_numel))
     return ranges

@@ -350,7 +350,7 @@ def _initial_numel(unit: UnitLayout, made: Collection[str], rules: Rules) -> int
     """Return the elements of a unit that pass through memory at `initialize`: all of them if ranks exchange them."""
     if unit.runs:
         return 0  # they are read straight to where they are used
-    return sum(slot.numel for slot in unit.slots if rules.grads.reduces or slot.name in made)
+    return sum(info.numel for info in unit.params if rules.grads.reduces or info.name in made)
 
 
 def _block_of(spec: FlatSpec, blocks: Collection[str]) -> str:

@@ -56,7 +56,7 @@ class _Trained:
     """
 
     unit: Unit
-    slot: int
+    index: int
     name: str
     param: nn.Parameter
     stand_in: StandIn | None = None
@@ -70,16 +70,16 @@ class StandIns:
         model: parameters that tensor parallelism has divided get none.
 
     Attributes:
-        arrived: slots, by unit, whose gradients have come in this backward pass; filled by the caller.
+        arrived: indices of parameters, by unit, whose gradients have come in this backward pass; filled by the caller.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
         self._params: list[_Trained] = []
         for unit in units:
-            for index, slot in enumerate(unit.layout.slots):
-                param = model.get_parameter(slot.name)
-                if slot.trainable and not is_distributed(param):
-                    self._params.append(_Trained(unit, index, slot.name, param))
+            for index, info in enumerate(unit.layout.params):
+                param = model.get_parameter(info.name)
+                if info.trainable and not is_distributed(param):
+                    self._params.append(_Trained(unit, index, info.name, param))
         self._placed = False
         self.arrived: dict[Unit, set[int]] = {}
 
@@ -87,7 +87,7 @@ class StandIns:
     def place(self) -> None:
         """Place a stand-in for every gradient of this step, at the end of a backward pass."""
         for each in self._params:
-            each.has_gradient |= each.slot in self.arrived.get(each.unit, ())
+            each.has_gradient |= each.index in self.arrived.get(each.unit, ())
             if each.has_gradient:
                 if each.stand_in is None:
                     each.stand_in = StandIn(each.param)
@@ -129,16 +129,16 @@ class StandIns:
                 )
 
     def dropped(self) -> dict[Unit, set[int]]:
-        """Return the slots, by unit, whose stand-in was removed by the user."""
+        """Return the indices of parameters, by unit, whose stand-in was removed by the user."""
         gone: dict[Unit, set[int]] = {}
         if self._placed:
             for each in self._params:
                 if each.has_gradient and each.param.grad is None:
-                    gone.setdefault(each.unit, set()).add(each.slot)
+                    gone.setdefault(each.unit, set()).add(each.index)
         return gone
 
-    def forget(self, slots: Mapping[Unit, Collection[int]]) -> None:
-        """Forget the gradients of these slots."""
+    def forget(self, indices: Mapping[Unit, Collection[int]]) -> None:
+        """Forget the gradients of these parameters."""
         for each in self._params:
-            if each.slot in slots.get(each.unit, ()):
+            if each.index in indices.get(each.unit, ()):
                 each.has_gradient = False

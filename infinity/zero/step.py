@@ -615,7 +615,7 @@ class Step:
             self.fail(error)
             raise error
         self.updates.undo_ahead()
-        self.gradients.drop_slots(gone)
+        self.gradients.drop_params(gone)
         self._stand_ins.forget(gone)
 
     def _end_cycle(self, *, learn: bool) -> None:
@@ -667,12 +667,12 @@ class Step:
             if self.updates.add(addend):
                 self._complete(addend.unit)
 
-    def in_parts(self, unit: Unit, slot: int, *, again: bool) -> None:
+    def in_parts(self, unit: Unit, index: int, *, again: bool) -> None:
         if again:
-            self.updates.check_parts(unit, slot)
+            self.updates.check_parts(unit, index)
         self.updates.in_parts(unit)
 
-    def gradient_ready(self, unit: Unit, slot: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:
         opened = self._open
         if opened is None or opened.phase is not Phase.BACKWARD:
             if self.hooks.in_forward:
@@ -683,8 +683,8 @@ class Step:
             if self.layer_major is not None:
                 raise InfinityError(USE_TRAIN_BATCH)
             self.losses.share_out(param.grad, opened.direct.number)
-        self._stand_ins.arrived.setdefault(unit, set()).add(slot)
-        addend = self.gradients.take(unit, slot, param)
+        self._stand_ins.arrived.setdefault(unit, set()).add(index)
+        addend = self.gradients.take(unit, index, param)
         if addend is not None and self.updates.add(addend):
             self._complete(unit)
 

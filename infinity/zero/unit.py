@@ -128,8 +128,8 @@ class UnitTotal:
         """Return a part's values in the unit's buffer."""
         if part == WHOLE:
             return flat
-        slot = self.layout.slots[part]
-        return flat[slot.offset : slot.offset + slot.numel]
+        info = self.layout.params[part]
+        return flat[info.offset : info.offset + info.numel]
 
 
 class Shared:

@@ -135,7 +135,7 @@ class Updates:
         self._due.pop(unit, None)
         self._asked.pop(unit, None)
 
-    def check_parts(self, unit: Unit, slot: int) -> None:
+    def check_parts(self, unit: Unit, index: int) -> None:
         """Check that a parameter's further gradient in a backward pass comes before its unit's update.
 
         Raises:
@@ -144,7 +144,7 @@ class Updates:
         if unit not in self._updated:
             return
         raise InfinityError(
-            f"parameter `{unit.layout.slots[slot].name}` has got a second gradient in one backward "
+            f"parameter `{unit.layout.params[index].name}` has got a second gradient in one backward "
             "pass, and the first has updated it already: a hook or an autograd function runs a backward pass of its "
             "own within this one. Set tiering.update_schedule to deferred, which updates after all of them, and resume "
             "from the last checkpoint"
@@ -374,17 +374,17 @@ class Updates:
         self.under_way = True
         self._executor.begin_step()
         self._count(unit)
-        slots = self._gradients.slots_with_gradients(unit)
+        indices = self._gradients.with_gradients(unit)
         unit.total.step = None  # the present gradients belong to the update
         if unit.ran_ahead == segments:
-            self._executor.confirm(unit, slots)
+            self._executor.confirm(unit, indices)
         else:
-            self._executor.update(unit, segments, slots)
+            self._executor.update(unit, segments, indices)
 
     def _count(self, unit: Unit) -> None:
         """Count one more update of each parameter with a gradient."""
-        for index in self._gradients.slots_with_gradients(unit):
-            name = unit.layout.slots[index].name
+        for index in self._gradients.with_gradients(unit):
+            name = unit.layout.params[index].name
             self.steps[name] = self.steps.get(name, 0) + 1
 
     def _segments(self, unit: Unit, scale: float) -> tuple[Segment, ...]:
@@ -393,19 +393,19 @@ class Updates:
 
         A parameter without a gradient in this step is left alone, as torch does: no decay, no step.
         """
-        layout, present = unit.layout, self._gradients.slots_with_gradients(unit)
+        layout, present = unit.layout, self._gradients.with_gradients(unit)
         runs: list[tuple[int, int, int, int]] = []  # start, stop, group, step
         joinable = False
-        for index, slot in enumerate(layout.slots):
+        for index, info in enumerate(layout.params):
             if index not in present:
                 joinable = False
                 continue
-            step = self.steps.get(slot.name, 0) + 1
-            stop = slot.offset + slot.numel
-            if joinable and runs[-1][2:] == (slot.group, step):
-                runs[-1] = (runs[-1][0], stop, slot.group, step)
+            step = self.steps.get(info.name, 0) + 1
+            stop = info.offset + info.numel
+            if joinable and runs[-1][2:] == (info.group, step):
+                runs[-1] = (runs[-1][0], stop, info.group, step)
             else:
-                runs.append((slot.offset, stop, slot.group, step))
+                runs.append((info.offset, stop, info.group, step))
             joinable = True
         segments = []
         for own in self._sharding.pieces(layout.trainable_numel, layout.trainable_numel):

@@ -65,7 +65,7 @@ class ModelViews:
     Attributes:
         writable: shown values may be written to, see [Note: parameters that lie elsewhere].
         lent_params: identities of lent parameters.
-        read: unit and slot of parameters lent in the running pass: the graph holds their copies.
+        read: unit and index of parameters lent in the running pass: the graph holds their copies.
         detached: the units' memory is about to be freed, so no parameter may lie in it.
     """
 
@@ -92,8 +92,8 @@ class UnitViews:
 
     def __init__(self, unit: UnitLayout, model: nn.Module, params: UnitParams, of_model: ModelViews) -> None:
         self._unit = unit.index
-        self._slots = unit.slots
-        self._parameters = [model.get_parameter(slot.name) for slot in unit.slots]
+        self._infos = unit.params
+        self._parameters = [model.get_parameter(info.name) for info in unit.params]
         self._params = params
         self._of_model = of_model
         self._divided = any(map(is_distributed, self._parameters))  # a DTensor lies where its local part does
@@ -103,8 +103,8 @@ class UnitViews:
         self._shown: bool | None = None  # values (True) or NaN (False); None: neither is certain
         # The tensor that each parameter was pointed at; None if unknown: other code has moved it, or a move is under
         # way.
-        self._lies: list[torch.Tensor | None] = [None] * len(unit.slots)
-        self._lent: dict[int, _Lent] = {}  # by slot
+        self._lies: list[torch.Tensor | None] = [None] * len(unit.params)
+        self._lent: dict[int, _Lent] = {}  # by the index of the parameter
 
     def forget(self) -> None:
         """Forget where the parameters lie: other code has set their `data`."""
@@ -120,17 +120,17 @@ class UnitViews:
         strays = []
         placeholders = self._placeholders
         with torch._C.DisableTorchFunction():  # not a use of the parameters, see reads.py
-            for slot, (param, place) in enumerate(zip(self._parameters, self._lies, strict=True)):
-                if place is None or slot in self._lent:
+            for index, (param, place) in enumerate(zip(self._parameters, self._lies, strict=True)):
+                if place is None or index in self._lent:
                     continue
                 lies = local_part(param) if self._divided else param
                 if lies.shape != place.shape or lies.stride() != place.stride():
-                    strays.append(slot)
+                    strays.append(index)
                 elif _is_untouched(place):  # `data_ptr()` would count as a write
                     if lies.untyped_storage()._cdata != place.untyped_storage()._cdata:
-                        strays.append(slot)
-                elif lies.data_ptr() != place.data_ptr() or (placeholders is not None and placeholders[slot] is place):
-                    strays.append(slot)
+                        strays.append(index)
+                elif lies.data_ptr() != place.data_ptr() or (placeholders is not None and placeholders[index] is place):
+                    strays.append(index)
             if strays:
                 self._bring_back(strays)
 
@@ -138,26 +138,26 @@ class UnitViews:
     def _bring_back(self, strays: Sequence[int]) -> None:
         """Move these parameters back, and replace placeholders that were written to."""
         refused = ""
-        for slot in strays:
-            param, place = self._parameters[slot], self._lies[slot]
+        for index in strays:
+            param, place = self._parameters[index], self._lies[index]
             assert place is not None
             lies = local_part(param)
             if _same_place(lies, place):
                 if _is_written(place):
-                    refused = refused or self._refusal(slot, lies, "written to")
-                self._renew(slot)
+                    refused = refused or self._refusal(index, lies, "written to")
+                self._renew(index)
                 continue
             if self._of_model.writable and self._shown and lies.shape == place.shape:
                 place.copy_(lies.detach())
             else:
-                refused = refused or self._refusal(slot, lies)
+                refused = refused or self._refusal(index, lies)
             set_local_part(param, place)
             torch.autograd.graph.increment_version(param)  # a backward pass through an older graph must fail
         if refused:
             raise InfinityError(refused)
 
-    def _refusal(self, slot: int, lies: torch.Tensor, what: str = "set to another tensor") -> str:
-        known = self._slots[slot]
+    def _refusal(self, index: int, lies: torch.Tensor, what: str = "set to another tensor") -> str:
+        known = self._infos[index]
         if lies.shape != known.shape:
             return (
                 f"`{known.name}`.data was set to a tensor of shape {tuple(lies.shape)}, but its states are of "
@@ -169,111 +169,111 @@ class UnitViews:
             "zero.GatheredParameters(..., modifier_rank=0), or with load_state_dict"
         )
 
-    def outdate(self, slots: Collection[int] | None = None) -> None:
-        """Hide the unit's values, or only these slots, because they are stale.
+    def outdate(self, indices: Collection[int] | None = None) -> None:
+        """Hide the unit's values, or only those of these parameters, because they are stale.
 
         The backward pass may still need the others.
         """
-        old = range(len(self._parameters)) if slots is None else sorted(slots)
+        old = range(len(self._parameters)) if indices is None else sorted(indices)
         self._cover(old)
         changed = [self._parameters[index] for index in old if index not in self._lent]
         torch.autograd.graph.increment_version(changed)
 
     def cover(self) -> None:
         """Hide the trained parameters: they may or may not be stale."""
-        self._cover([index for index, slot in enumerate(self._slots) if slot.trainable])
+        self._cover([index for index, info in enumerate(self._infos) if info.trainable])
 
-    def _cover(self, slots: Sequence[int]) -> None:
+    def _cover(self, indices: Sequence[int]) -> None:
         if self._shown is not False:
             self._look()
-            self._set(slots, self._nothing())
+            self._set(indices, self._nothing())
             self._shown = None
 
-    def values(self, slot: int) -> torch.Tensor:
-        return local_part(self._parameters[slot]).detach()
+    def values(self, index: int) -> torch.Tensor:
+        return local_part(self._parameters[index]).detach()
 
     @_plainly()
-    def lend(self, slot: int, values: torch.Tensor, *, watched: bool) -> None:
+    def lend(self, index: int, values: torch.Tensor, *, watched: bool) -> None:
         """Let the model's parameter lie in `values` until `take_back`, wherever its unit is meanwhile.
 
         Args:
             watched: `rewritten` will be called; costs two passes over the values.
         """
-        self._lent[slot] = _Lent(version_of(self._parameters[slot]), _sums(values) if watched else None)
-        set_local_part(self._parameters[slot], values)
-        self._of_model.lent_params.add(id(self._parameters[slot]))
-        self._of_model.read.add((self._unit, slot))
+        self._lent[index] = _Lent(version_of(self._parameters[index]), _sums(values) if watched else None)
+        set_local_part(self._parameters[index], values)
+        self._of_model.lent_params.add(id(self._parameters[index]))
+        self._of_model.read.add((self._unit, index))
 
-    def take_back(self, slot: int) -> None:
+    def take_back(self, index: int) -> None:
         """End the lending. The caller decides where the parameter lies now."""
-        self._lent.pop(slot, None)
-        self._of_model.lent_params.discard(id(self._parameters[slot]))
+        self._lent.pop(index, None)
+        self._of_model.lent_params.discard(id(self._parameters[index]))
 
-    def keeps(self, slot: int) -> None:
+    def keeps(self, index: int) -> None:
         """Note that the tiers have the lent parameter's present values."""
-        sums = None if self._lent[slot].sums is None else _sums(self.values(slot))
-        self._lent[slot] = _Lent(version_of(self._parameters[slot]), sums)
+        sums = None if self._lent[index].sums is None else _sums(self.values(index))
+        self._lent[index] = _Lent(version_of(self._parameters[index]), sums)
 
-    def changed(self, slot: int) -> bool:
+    def changed(self, index: int) -> bool:
         """Whether an operation has written to the lent parameter since. Misses writes to its `.data`."""
-        return version_of(self._parameters[slot]) != self._lent[slot].version
+        return version_of(self._parameters[index]) != self._lent[index].version
 
-    def rewritten(self, slot: int) -> bool:
+    def rewritten(self, index: int) -> bool:
         """Whether the values of the lent parameter, which is watched, have changed since."""
-        sums = self._lent[slot].sums
-        return sums is not None and not torch.equal(_sums(self.values(slot)), sums)
+        sums = self._lent[index].sums
+        return sums is not None and not torch.equal(_sums(self.values(index)), sums)
 
     def show(self) -> None:
         self._look()
         if self._shown:
             return
-        self._set(range(len(self._slots)), self._views or self._make_views())
+        self._set(range(len(self._infos)), self._views or self._make_views())
         self._shown = True
 
     def hide(self) -> None:
         self._look()
         if self._shown is False:
             return
-        self._set(range(len(self._slots)), self._nothing())
+        self._set(range(len(self._infos)), self._nothing())
         self._shown = False
 
     @_plainly()
     def _make_views(self) -> list[torch.Tensor]:
-        """Make a view of the unit's memory for each slot, once."""
+        """Make a view of the unit's memory for each parameter, once."""
         flat = self._params.tensor
-        self._views = [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self._slots]
+        self._views = [flat[info.offset : info.offset + info.numel].view(info.shape) for info in self._infos]
         return self._views
 
     @_plainly()
     def _nothing(self) -> list[torch.Tensor]:
-        """Make a placeholder for each slot, once."""
+        """Make a placeholder for each parameter, once."""
         if self._placeholders is None:
             flat = self._params.tensor
-            self._placeholders = [_placeholder(flat, slot.shape) for slot in self._slots]
+            self._placeholders = [_placeholder(flat, info.shape) for info in self._infos]
         return self._placeholders
 
-    def _renew(self, slot: int) -> None:
+    def _renew(self, index: int) -> None:
         """Replace a placeholder, so that the next write to it is detected again."""
         placeholders = self._placeholders
         assert placeholders is not None
-        placeholders[slot] = _placeholder(placeholders[slot], self._slots[slot].shape)
-        self._set([slot], placeholders)
+        placeholders[index] = _placeholder(placeholders[index], self._infos[index].shape)
+        self._set([index], placeholders)
 
-    def _set(self, slots: Iterable[int], values: Sequence[torch.Tensor]) -> None:
+    def _set(self, indices: Iterable[int], values: Sequence[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunction():  # not a use of the parameters, see reads.py
-            for slot in slots:
-                if slot in self._lent:
+            for index in indices:
+                if index in self._lent:
                     continue
-                self._lies[slot] = None  # after an interrupt, the old entry would look like a move by other code
+                self._lies[index] = None  # after an interrupt, the old entry would look like a move by other code
                 if self._divided:
-                    _set_part(self._parameters[slot], values[slot])
+                    _set_part(self._parameters[index], values[index])
                 else:
-                    self._parameters[slot].data = values[slot]
-                self._lies[slot] = values[slot]
+                    self._parameters[index].data = values[index]
+                self._lies[index] = values[index]
 
-    def lent_values(self, slot: int) -> torch.Tensor | None:
+    def lent_values(self, index: int) -> torch.Tensor | None:
         """Return the tensor that the parameter lies in while it is lent; None if it is not."""
-        return self.values(slot) if slot in self._lent else None
+        return self.values(index) if index in self._lent else None
 
     def shows(self) -> bool:
         """Whether the unit's parameters, except lent ones, lie in its memory."""

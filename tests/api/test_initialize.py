@@ -18,7 +18,7 @@ import infinity
 from infinity.zero.executor import Executor
 from infinity.zero.gathered import claim
 from infinity.zero.meta import construct_on_meta
-from infinity.zero.partition import ParamSlot, UnitLayout
+from infinity.zero.partition import ParamInfo, UnitLayout
 from tests.behaviour.disks import FailingDisk, swap_on
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import LR, Placement, Recipe, batches, tiny_gpt2, tiny_llama, train_on
@@ -129,9 +129,9 @@ class Dropped:
 
 def test_a_model_whose_engine_was_dropped_is_refused() -> None:
     model = nn.Linear(2, 2)
-    slot = ParamSlot("weight", (2, 2), 4, 0, True, 0)
+    info = ParamInfo("weight", (2, 2), 4, 0, True, 0)
     owner = Dropped()
-    claim(owner, model, [UnitLayout(0, "", (slot,), 4, 4, False)])
+    claim(owner, model, [UnitLayout(0, "", (info,), 4, 4, False)])
     del owner
     with pytest.raises(infinity.ConfigError, match=r"`weight` has no values: .* gone without close\(\)"):
         infinity.initialize(model, {"train_batch_size": 1, "optimizer": {"type": "Adam"}})

@@ -14,7 +14,7 @@ from infinity.schedule.placement import Rules, collecting_bytes
 from infinity.telemetry import Counters
 from infinity.tiers import WHOLE, Sharding
 from infinity.zero.groups import Groups
-from infinity.zero.partition import ParamSlot, UnitLayout
+from infinity.zero.partition import ParamInfo, UnitLayout
 from infinity.zero.ranks import ALONE, Path, Ranks
 from infinity.zero.reduction import Addend, Journey, Reduction
 from infinity.zero.unit import Unit
@@ -87,8 +87,8 @@ class OneOfTwo:
 
 
 def unit(index: int, numel: int) -> Unit:
-    slots = tuple(ParamSlot(f"{index}.{n}", (numel // 2,), numel // 2, n * numel // 2, True, 0) for n in range(2))
-    layout = UnitLayout(index, str(index), slots, numel, numel, persistent=False)
+    infos = tuple(ParamInfo(f"{index}.{n}", (numel // 2,), numel // 2, n * numel // 2, True, 0) for n in range(2))
+    layout = UnitLayout(index, str(index), infos, numel, numel, persistent=False)
     return cast(Unit, SimpleNamespace(index=index, layout=layout))
 
 
@@ -96,9 +96,9 @@ def backward(source: Reduction, value: float) -> Iterator[Addend]:
     """The last module first; the shared unit's first gradient comes with the last module's."""
     order = [SHARED, *reversed(range(SHARED))]
     for index in order:
-        for slot in range(2):
+        for parameter in range(2):
             grad = torch.full((NUMELS[index] // 2,), value, dtype=torch.bfloat16)
-            addend = source.take(unit(index, NUMELS[index]), slot, grad)
+            addend = source.take(unit(index, NUMELS[index]), parameter, grad)
             assert addend is None
         yield from source.leave(unit(index, NUMELS[index]))
     yield from source.end_pass()
@@ -143,14 +143,14 @@ def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills(
     )
     source = Reduction(units, groups(Sharding(0, 2), 1), journey, (), torch.device("cpu"), Counters())
     source.begin_pass(last=True, uses=[1, 0])
-    for slot in range(2):
-        source.take(units[0], slot, torch.ones(32))
+    for parameter in range(2):
+        source.take(units[0], parameter, torch.ones(32))
     assert list(source.leave(units[0])) == []
     late: Any = source._scattering
     source.clear()
     source.begin_pass(last=True)
-    for slot in range(2):
-        source.take(units[0], slot, torch.ones(32))
+    for parameter in range(2):
+        source.take(units[0], parameter, torch.ones(32))
     for pending in late.pending:
         pending.wait()
     (addend,) = source.complete(units[0])

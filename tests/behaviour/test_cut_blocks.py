@@ -43,12 +43,12 @@ STEPS = 4
 
 def partition_of(model: nn.Module, limit_numel: int | None) -> Partition:
     groups = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
-    align = Alignment(8, slot=1)
+    align = Alignment(8, param=1)
     return make_partition(model, groups, align=align, persistence_threshold=0, offloaded=True, limit_numel=limit_numel)
 
 
 def parameters_of(partition: Partition) -> dict[str, list[str]]:
-    return {unit.name: [slot.name for slot in unit.slots] for unit in partition.units}
+    return {unit.name: [info.name for info in unit.params] for unit in partition.units}
 
 
 class Gpt(nn.Module):
@@ -100,21 +100,21 @@ def test_every_parameter_is_in_one_unit_and_what_can_be_cut_is(widths, limit, da
     block.tiled = TiledLinear(8, 8, out_splits=2)
     model = in_a_list(block, nn.Linear(3, 3))
     partition = partition_of(model, limit)
-    names = [slot.name for unit in partition.units for slot in unit.slots]
+    names = [info.name for unit in partition.units for info in unit.params]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     by_name = {unit.name: unit for unit in partition.units}
     for unit in partition.units:
         module = model.get_submodule(unit.name)
-        assert all(slot.name.startswith(f"{unit.name}.") for slot in unit.slots)
-        numel = sum(slot.numel for slot in unit.slots)
+        assert all(info.name.startswith(f"{unit.name}.") for info in unit.params)
+        numel = sum(info.numel for info in unit.params)
         own = sum(param.numel() for param in module.parameters(recurse=False))
         assert numel <= max(limit, own), unit.name
-        assert not any(isinstance(part, Tile) and part is not module for part in owners(model, unit.slots))
+        assert not any(isinstance(part, Tile) and part is not module for part in owners(model, unit.params))
     assert all(point.module_name in by_name or not point.units for point in partition.hook_points)
 
 
-def owners(model: nn.Module, slots: Iterable[Any]) -> list[nn.Module]:
-    return [model.get_submodule(slot.name.rpartition(".")[0]) for slot in slots]
+def owners(model: nn.Module, infos: Iterable[Any]) -> list[nn.Module]:
+    return [model.get_submodule(info.name.rpartition(".")[0]) for info in infos]
 
 
 # What is trained #

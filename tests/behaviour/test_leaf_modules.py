@@ -60,13 +60,13 @@ def units_of(model: nn.Module, limit_numel: int | None = None, named: LeafModule
     partition = make_partition(
         model,
         groups,
-        align=Alignment(8, slot=1),
+        align=Alignment(8, param=1),
         persistence_threshold=0,
         offloaded=True,
         limit_numel=limit_numel,
         leaves=called_leaves(model, named),
     )
-    return {unit.name: {slot.name for slot in unit.slots} for unit in partition.units}
+    return {unit.name: {info.name for info in unit.params} for unit in partition.units}
 
 
 def under(model: nn.Module, name: str) -> set[str]:

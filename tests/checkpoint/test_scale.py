@@ -59,7 +59,7 @@ def test_no_rank_of_another_number_reads_more_than_its_share(model) -> None:
         read = 0
         for unit in loading.units:
             for part in loading.parts(unit):
-                for found, low, high in stored[part.slot.name].overlapping(part.param.start, part.param.stop):
+                for found, low, high in stored[part.info.name].overlapping(part.param.start, part.param.stop):
                     read += 3 * bytes_in_blocks(found, low, high)
         assert read <= total / 384 * 1.01
 
@@ -73,9 +73,9 @@ def bytes_in_blocks(part: TensorPart, low: int, high: int) -> int:
 def stored_tensors(partition: Partition, ranks: int) -> Iterator[tuple[str, StoredTensor]]:
     """The master of every parameter, as so many ranks wrote it."""
     for unit in partition.units:
-        parts: dict[str, list[TensorPart]] = {slot.name: [] for slot in unit.slots}
+        parts: dict[str, list[TensorPart]] = {info.name: [] for info in unit.params}
         for rank in range(ranks):
             for part in partition.parts(unit, rank=rank):
-                parts[part.slot.name].append(TensorPart(f"{rank}", 0, part.stop - part.start, array("I")))
-        for slot in unit.slots:
-            yield slot.name, StoredTensor("F32", slot.shape, tuple(parts[slot.name]))
+                parts[part.info.name].append(TensorPart(f"{rank}", 0, part.stop - part.start, array("I")))
+        for info in unit.params:
+            yield info.name, StoredTensor("F32", info.shape, tuple(parts[info.name]))

@@ -120,7 +120,7 @@ def part_numel(param: nn.Parameter, partition: Partition) -> int:
     if found is None:
         return param.numel()
     place = found[1]
-    return sum(part.stop - part.start for part in partition.parts(place.unit, of=place.slot))
+    return sum(part.stop - part.start for part in partition.parts(place.unit, of=place.info))
 
 
 def part_of_values(param: nn.Parameter, numel: int) -> LiveView:
@@ -235,7 +235,7 @@ def _flat(
     name: str, params: Iterable[nn.Parameter], of: Callable[[nn.Parameter, int], torch.Tensor | None]
 ) -> LiveView:
     found = [(param, owner) for param in params if (owner := owner_of(param)) is not None]
-    trained = [param for param, (_, place) in found if place.slot.trainable]
+    trained = [param for param, (_, place) in found if place.info.trainable]
     if not trained:
         return LiveView(name, 0, torch.float32, _CPU, lambda: torch.empty(0))
     partition = found[0][1][0].begin_gathering(name, stores=False).partition

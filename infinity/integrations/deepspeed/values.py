@@ -18,7 +18,7 @@ from infinity.kernels import load_moment, store_moment
 from infinity.optim.formats import read_master, write_master
 from infinity.zero.build import Runtime
 from infinity.zero.gathered import Place, owner_of
-from infinity.zero.partition import SlotPart
+from infinity.zero.partition import ParamPart
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,25 @@ class _Found:
         runtime, unit = self.runtime, self.place.unit
         count = runtime.partition.sharding.count
         for rank in range(count) if count > 1 else ():
-            for part in runtime.partition.parts(unit, of=self.place.slot, rank=rank):
+            for part in runtime.partition.parts(unit, of=self.place.info, rank=rank):
                 runtime.groups.sharing.broadcast(mine[part.param], rank)
-        return mine.view(self.place.slot.shape).to(runtime.row(unit).params.tensor.device)
+        return mine.view(self.place.info.shape).to(runtime.row(unit).params.tensor.device)
 
     def local(self, mine: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor; all of it where states are not divided."""
         unit = self.place.unit
-        parts = self.runtime.partition.parts(unit, of=self.place.slot)
+        parts = self.runtime.partition.parts(unit, of=self.place.info)
         device = self.runtime.row(unit).params.tensor.device
         return torch.cat([mine[part.param] for part in parts] or [mine[:0]]).to(device)
 
     def spread(self, value: torch.Tensor) -> torch.Tensor:
         """The inverse of `local`; of several ranks that have the same part, the first one's counts."""
-        parts = list(self.runtime.partition.parts(self.place.unit, of=self.place.slot))
+        parts = list(self.runtime.partition.parts(self.place.unit, of=self.place.info))
         numels = [part.stop - part.start for part in parts]
         if sum(numels) != value.numel():
-            name = self.place.slot.name
+            name = self.place.info.name
             raise ConfigError(f"`{name}`: this rank's part has {sum(numels)} elements, not {value.numel()}")
-        mine = torch.zeros(self.place.slot.numel, dtype=torch.float32, device="cpu")
+        mine = torch.zeros(self.place.info.numel, dtype=torch.float32, device="cpu")
         for part, own in zip(parts, value.reshape(-1).split(numels), strict=True):
             mine[part.param] = own.float().cpu()
             if self.runtime.sizing.rules.params.gathers:
@@ -72,23 +72,23 @@ def _find(param: nn.Parameter, what: str, *, stores: bool) -> _Found | None:
     runtime = engine.begin_gathering(what, stores=stores)
     if stores and engine.lends(place):
         raise InfinityError(
-            f"{what}: `{place.slot.name}` is gathered; leave GatheredParameters first, or change it there"
+            f"{what}: `{place.info.name}` is gathered; leave GatheredParameters first, or change it there"
         )
     return _Found(engine, runtime, place)
 
 
 def _flat(value: torch.Tensor, found: _Found, what: str) -> torch.Tensor:
-    slot = found.place.slot
-    if value.numel() != slot.numel:
-        raise ConfigError(f"{what}: `{slot.name}` has {slot.numel} elements, and the value {value.numel()}")
+    info = found.place.info
+    if value.numel() != info.numel:
+        raise ConfigError(f"{what}: `{info.name}` has {info.numel} elements, and the value {value.numel()}")
     return value.detach().reshape(-1).float().cpu()
 
 
-def _parts(found: _Found, *, writable: bool) -> Iterator[tuple[SlotPart, dict[str, torch.Tensor]]]:
+def _parts(found: _Found, *, writable: bool) -> Iterator[tuple[ParamPart, dict[str, torch.Tensor]]]:
     """This rank's parts of a trained parameter, and their optimizer states."""
     runtime, unit = found.runtime, found.place.unit
     for tile, fields in runtime.pipeline.tiles(unit.index, writable=writable):
-        for part in runtime.partition.parts(unit, tile.start, tile.start + tile.numel, of=found.place.slot):
+        for part in runtime.partition.parts(unit, tile.start, tile.start + tile.numel, of=found.place.info):
             yield part, runtime.layout.narrow(fields, part.start - tile.start, part.stop - tile.start)
 
 
@@ -97,19 +97,19 @@ def _parts(found: _Found, *, writable: bool) -> Iterator[tuple[SlotPart, dict[st
 
 def _master(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
     found = _find(param, what, stores=False)
-    return None if found is None or not found.place.slot.trainable else give(found, _float32(found))
+    return None if found is None or not found.place.info.trainable else give(found, _float32(found))
 
 
 def _float32(found: _Found) -> torch.Tensor:
     """This rank's part of the master, or of the values of a parameter that is not trained, in a flat tensor."""
     runtime, place = found.runtime, found.place
-    mine = torch.zeros(place.slot.numel, dtype=torch.float32, device="cpu")
+    mine = torch.zeros(place.info.numel, dtype=torch.float32, device="cpu")
     with runtime.executor.resident(runtime.row(place.unit)) as flat:
-        if place.slot.trainable:
+        if place.info.trainable:
             for part, states in _parts(found, writable=False):
                 mine[part.param] = read_master(runtime.layout, flat[part.shard], states)
         else:
-            for part in runtime.partition.parts(place.unit, of=place.slot):
+            for part in runtime.partition.parts(place.unit, of=place.info):
                 mine[part.param] = flat[part.shard].float()
     return mine
 
@@ -128,7 +128,7 @@ def local_values(param: nn.Parameter) -> torch.Tensor | None:
     found = _find(param, "param.ds_tensor", stores=False)
     if found is None:
         return None
-    parts = found.runtime.partition.parts(found.place.unit, of=found.place.slot)
+    parts = found.runtime.partition.parts(found.place.unit, of=found.place.info)
     with found.runtime.executor.resident(found.runtime.row(found.place.unit)) as flat:
         return torch.cat([flat[part.shard] for part in parts] or [flat[:0]]).clone()
 
@@ -140,11 +140,11 @@ def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.T
     runtime, place = found.runtime, found.place
     values = take(found)
     with runtime.executor.changing(runtime.row(place.unit)) as flat:
-        if place.slot.trainable:
+        if place.info.trainable:
             for part, states in _parts(found, writable=True):
                 write_master(runtime.layout, values[part.param], flat[part.shard], states)
         else:
-            for part in runtime.partition.parts(place.unit, of=place.slot):
+            for part in runtime.partition.parts(place.unit, of=place.info):
                 flat[part.shard].copy_(values[part.param])
     runtime.settle()
 
@@ -176,7 +176,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def moment_names(params: Iterable[nn.Parameter]) -> list[str]:
     """Which moments these parameters have, where one of them is trained."""
     found = [found for param in params if (found := _find(param, "optimizer.state", stores=False)) is not None]
-    trained = [one for one in found if one.place.slot.trainable]
+    trained = [one for one in found if one.place.info.trainable]
     return _names(trained[0]) if trained else []
 
 
@@ -194,10 +194,10 @@ def _moment_name(found: _Found, key: str) -> str:
 
 def _moment(param: nn.Parameter, key: str, what: str, give: Whole) -> torch.Tensor | None:
     found = _find(param, what, stores=False)
-    if found is None or not found.place.slot.trainable:
+    if found is None or not found.place.info.trainable:
         return None
     layout, name = found.runtime.layout, _moment_name(found, key)
-    mine = torch.zeros(found.place.slot.numel, dtype=torch.float32, device="cpu")
+    mine = torch.zeros(found.place.info.numel, dtype=torch.float32, device="cpu")
     for part, states in _parts(found, writable=False):
         moment = layout.moment(states, name)
         assert moment is not None
@@ -209,8 +209,8 @@ def _set_moment(param: nn.Parameter, key: str, what: str, take: Callable[[_Found
     found = _find(param, what, stores=True)
     if found is None:
         return
-    if not found.place.slot.trainable:
-        raise InfinityError(f"{what}: `{found.place.slot.name}` is not trained, and has no optimizer states")
+    if not found.place.info.trainable:
+        raise InfinityError(f"{what}: `{found.place.info.name}` is not trained, and has no optimizer states")
     layout, name = found.runtime.layout, _moment_name(found, key)
     values = take(found)
     for part, states in _parts(found, writable=True):
@@ -266,13 +266,13 @@ def _gradient(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | Non
             return None
         found = _Found(engine, engine.begin_gathering(what, stores=False), place)
         flat = flat / engine.optimizer.loss_scaler.value
-        return found.local(flat) if give is _Found.local else flat.view(place.slot.shape)
+        return found.local(flat) if give is _Found.local else flat.view(place.info.shape)
     held = _held(param, what)
     if held is None:
         return None
     found, buffer = held
-    mine = torch.zeros(found.place.slot.numel, dtype=torch.float32, device="cpu")
-    for part in found.runtime.partition.parts(found.place.unit, of=found.place.slot):
+    mine = torch.zeros(found.place.info.numel, dtype=torch.float32, device="cpu")
+    for part in found.runtime.partition.parts(found.place.unit, of=found.place.info):
         mine[part.param] = buffer[part.shard].float() / found.engine.optimizer.loss_scaler.value
     return give(found, mine)
 
@@ -285,7 +285,7 @@ def _set_gradient(param: nn.Parameter, what: str, take: Callable[[_Found], torch
         return
     found, buffer = held
     values = take(found)
-    for part in found.runtime.partition.parts(found.place.unit, of=found.place.slot):
+    for part in found.runtime.partition.parts(found.place.unit, of=found.place.info):
         buffer[part.shard] = (values[part.param] * found.engine.optimizer.loss_scaler.value).to(buffer.dtype)
     found.engine.gradients_changed(found.place)
 
