@@ -43,9 +43,9 @@ class UpdateJob:
         needed: when the unit is needed next; the lowest goes first among updates that no thread waits for.
         tiles: indices of the tiles to update; None for all.
         before: undo log, by index of the tile.
-        tells_grads: the gradients can be reconstructed and are not kept for a rollback, see [Note: lost gradients] in
-            csrc/adam/recovery.h.
-        tells_param: likewise the parameters.
+        reconstructs_grads: the gradients can be reconstructed and are not kept for a rollback, see
+            [Note: lost gradients] in csrc/adam/recovery.h.
+        reconstructs_param: likewise the parameters.
     """
 
     unit: int
@@ -60,8 +60,8 @@ class UpdateJob:
     needed: int = 0
     tiles: frozenset[int] | None = None
     before: Mapping[int, Image] = field(default_factory=dict)
-    tells_grads: bool = False
-    tells_param: bool = False
+    reconstructs_grads: bool = False
+    reconstructs_param: bool = False
 
 
 @dataclass(eq=False)

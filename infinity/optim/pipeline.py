@@ -99,7 +99,7 @@ class UpdatePipeline:
 
     def submit(self, job: UpdateJob) -> UpdateTicket:
         """Queue a job; its tensors must stay valid until the ticket is finished."""
-        ticket = UpdateTicket(job, deque(self._tiles_of(job)), job.ready, recovers=job.tells_grads)
+        ticket = UpdateTicket(job, deque(self._tiles_of(job)), job.ready, recovers=job.reconstructs_grads)
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
@@ -458,8 +458,8 @@ class UpdatePipeline:
                 rule,
                 Dither(job.seed, job.first + start),
                 aside if image is not None else None,
-                recoverably=job.tells_grads or job.tells_param,
-                params=job.tells_param,
+                recoverably=job.reconstructs_grads or job.reconstructs_param,
+                params=job.reconstructs_param,
             )
             if lost is not None:
                 self.undoing.note_lost(ticket, start, lost)

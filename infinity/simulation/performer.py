@@ -57,7 +57,7 @@ class Performer:
         foreseen: the update that may run ahead, while the scheduler decides on it.
         aheads: units with speculative updates.
         handing_over: the engine's, around what an interrupt must not cut short.
-        some_rest: a speculative update has given gradients back, which may spill.
+        gradients_returned: a speculative update has given gradients back, which may spill.
     """
 
     def __init__(self, config: Config, spec: RankSpec, seed: int, versions: list[int], trace: Trace | None) -> None:
@@ -65,7 +65,7 @@ class Performer:
         self.trace = trace
         self.events = 0
         self.committed: int | None = None
-        self.some_rest = False
+        self.gradients_returned = False
         self.changed_memory = True
         self.foreseen: Due | None = None
         self.aheads: dict[Row, None] = {}
@@ -326,7 +326,7 @@ class Performer:
             self.grads.store.left(self.grads.of(row))
         else:
             self.grads.store.returned(self.grads.of(row))
-            self.some_rest = True
+            self.gradients_returned = True
         row.pins -= 1
         if row.residency is _RESIDENT and ticket.error is None:
             self.staging.upload(row)
@@ -485,7 +485,7 @@ class Performer:
         while not self.grads.restore(row, row.ahead.due.grad):
             if not self.free_gradients(row):
                 raise CapacityError(f"no memory is left for the gradients of {row.name}, whose update is undone")
-        self.some_rest = True
+        self.gradients_returned = True
 
     # Gradients #
 
@@ -495,8 +495,8 @@ class Performer:
 
     def spill_ahead(self) -> None:
         """Gradients that updates have given back may spill."""
-        if self.some_rest:
-            self.some_rest = False
+        if self.gradients_returned:
+            self.gradients_returned = False
             self.do(actions.GradientsRest())
 
 

@@ -389,8 +389,8 @@ class Executor:
 
     def _spill_ahead(self) -> None:
         """As `gradients_rest`, if a speculative update has returned gradients, which may spill."""
-        if self._in_flight.some_rest:
-            self._in_flight.some_rest = False
+        if self._in_flight.gradients_returned:
+            self._in_flight.gradients_returned = False
             self._do(GradientsRest())
 
     def settle(self) -> None:
@@ -399,7 +399,7 @@ class Executor:
             return
         in_flight = self._in_flight
         in_flight.settle()
-        if in_flight.some_rest:
+        if in_flight.gradients_returned:
             self._spill_ahead()
         if self._scheduler.waits_for_memory:
             self._do(MemoryFreed())

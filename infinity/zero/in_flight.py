@@ -38,35 +38,38 @@ class InFlight:
     """The units whose updates are due, in the pipeline, or finished.
 
     Args:
-        there: gradients of units whose states are on the device; None if there are no such units.
+        device_grads: gradients of units whose states are on the device; None if there are no such units.
 
     Attributes:
         finished: units whose updates are finished; the reader removes them.
-        speculative: units with speculative updates, in order of submission; only entries whose row agrees count.
-        some_rest: an update that may be rolled back has given back gradients, which may spill; the reader resets it.
+        speculative: units with speculative updates, in order of submission. An interrupt may leave an entry of a unit
+            without one, which `ahead` skips.
+        gradients_returned: a speculative update has ended and returned its gradients, which may spill now; the reader
+            resets it.
     """
 
     def __init__(
         self,
         params: Params,
         grads: GradStore,
-        there: DeviceGrads | None,
+        device_grads: DeviceGrads | None,
         states: StateStore,
         pipeline: UpdatePipeline,
         counters: Counters,
     ) -> None:
         self.finished: list[Unit] = []
-        self.some_rest = False
+        self.gradients_returned = False
         self.speculative: dict[Unit, None] = {}
         self._params = params
         self._handing_over = params.handing_over
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
-        self._there = there
+        self._device_grads = device_grads
         self._states = states
         self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed or have failed
-        # These give the order of units; their state is in the rows. An interrupt may leave a stale entry here.
+        # The containers below keep only the order of units. The rows have the state: after an interrupt, an entry may
+        # contradict its row.
         self._due: dict[Unit, None] = {}
         self._submitted: dict[int, Unit] = {}
         self._computed: dict[Unit, None] = {}  # subset of `_submitted`; their writes may be in flight
@@ -76,36 +79,37 @@ class InFlight:
 
     @property
     def due(self) -> list[Unit]:
-        """Units whose updates are due and not submitted, in the order of `ask`."""
-        return [each for each in self._due if each.due is not None]
+        """Units whose updates are due and not submitted, the longest due first."""
+        return [row for row in self._due if row.due is not None]
 
     @property
     def submitted(self) -> list[Unit]:
         return list(self._submitted.values())
 
-    def ask(self, each: Unit, segments: tuple[Segment, ...]) -> None:
-        self._due[each] = None
-        each.ask(segments)
+    def ask(self, row: Unit, segments: tuple[Segment, ...]) -> None:
+        """Set the unit's update of this step; `submit` or `update_on_device` takes it."""
+        self._due[row] = None
+        row.ask(segments)
 
     # Into the pipeline #
 
-    def update_on_device(self, each: Unit) -> None:
+    def update_on_device(self, row: Unit) -> None:
         """Run the due update of a unit whose states are on the device.
 
-        It is queued on the compute stream, before all later computation, so that nobody needs to wait for it.
+        The kernels are queued on the compute stream. Later work on that stream follows them, so no thread waits.
         """
         with self._handing_over:
-            assert self._there is not None
-            segments = self._take_due(each)
-            param, grad = self._params.begin_device_change(each.params), self._there.tensor(each.grads)
-            with self._states.changing_there(each.index) as fields:
+            assert self._device_grads is not None
+            segments = self._take_due(row)
+            param, grad = self._params.begin_device_change(row.params), self._device_grads.tensor(row.grads)
+            with self._states.changing_there(row.index) as fields:
                 for segment in segments:
-                    _update_there(self._pipeline.layout, segment, param, grad, fields)
-            self._params.end_device_change(each.params)
-            self._there.drop(each.grads)
-            self.finished.append(each)
+                    _update_segment(self._pipeline.layout, segment, param, grad, fields)
+            self._params.end_device_change(row.params)
+            self._device_grads.drop(row.grads)
+            self.finished.append(row)
 
-    def submit(self, each: Unit, write: bool, needed: int) -> None:
+    def submit(self, row: Unit, write: bool, needed: int) -> None:
         """Submit the due update of a unit in memory. Its gradients have room, and its last update is finished.
 
         Args:
@@ -113,33 +117,36 @@ class InFlight:
             needed: time of the unit's next use; among updates that no thread waits for, the lowest goes first.
         """
         # The home of a dirty unit is stale, and this update may overwrite only a part of it.
-        write = write and not each.params.is_dirty()
+        write = write and not row.params.is_dirty()
         with self._handing_over:
-            self.open_host(each)
-            tiles = None if each.begun is None else self._pipeline.all_tiles(each.index) - each.begun
-            self._hand_over(each, self._take_due(each), write=write, needed=needed, tiles=tiles)
+            self.open_host(row)
+            tiles = None if row.begun is None else self._pipeline.all_tiles(row.index) - row.begun
+            self._submit_job(row, self._take_due(row), write=write, needed=needed, tiles=tiles)
 
-    def _take_due(self, each: Unit) -> tuple[Segment, ...]:
-        segments = each.take_due()
-        self._due.pop(each, None)
+    def _take_due(self, row: Unit) -> tuple[Segment, ...]:
+        segments = row.take_due()
+        self._due.pop(row, None)
         return segments
 
-    def _hand_over(
+    def _submit_job(
         self,
-        each: Unit,
+        row: Unit,
         segments: tuple[Segment, ...],
         *,
         write: bool,
         needed: int,
         tiles: frozenset[int] | None,
         before: Mapping[int, Image] | None = None,
-        tells_grads: bool = False,
-        tells_param: bool = False,
+        reconstructs_grads: bool = False,
+        reconstructs_param: bool = False,
     ) -> UpdateTicket:
-        """Submit an update to the pipeline. `before` is its room in the undo log; None for an update that is not
-        speculative."""
-        unit, params = each.index, each.params
-        grad, arriving = self._grads.hand_over(each.grads)
+        """Submit an update to the pipeline.
+
+        Args:
+            before: its part of the undo log, by tile; None if the update is not speculative.
+        """
+        unit, params = row.index, row.params
+        grad, arriving = self._grads.hand_over(row.grads)
         touching = self._params.begin_update(params)
         spec = params.spec
         trained = spec.trainable_numel // spec.sharding.count
@@ -150,21 +157,21 @@ class InFlight:
             segments=segments,
             ready=(*touching, *arriving),
             write=params.write if write else None,
-            # Independent of placement and resume, for equal bits. A rank that holds only padding has no segments.
+            # For equal bits, the seed depends on neither placement nor resume. A rank's shard may be only padding.
             seed=segments[0].rule.step << 24 | unit if segments else 0,
             first=spec.sharding.rank * trained,
             needed=needed,
             tiles=tiles,
             before=before or {},
-            tells_grads=tells_grads,
-            tells_param=tells_param,
+            reconstructs_grads=reconstructs_grads,
+            reconstructs_param=reconstructs_param,
         )
         ticket = self._pipeline.submit(job)
-        ticket.computed.add_done_callback(partial(_put, self._ended, unit))
+        ticket.computed.add_done_callback(partial(_note_ended, self._ended, unit))
         written = params.write_through(ticket) if write else None
         reconstructable = self._pipeline.undoing.can_recover_param(segments, self._grads.dtype)
-        self._submitted[unit] = each
-        each.submit(ticket, written, keeps=before is not None, reconstructable=reconstructable)
+        self._submitted[unit] = row
+        row.submit(ticket, written, keeps=before is not None, reconstructable=reconstructable)
         return ticket
 
     # Speculative updates, see [Note: updates ahead] #
@@ -172,134 +179,135 @@ class InFlight:
     @property
     def ahead(self) -> list[Unit]:
         """Units with speculative updates, in the pipeline or finished."""
-        return [each for each in self.speculative if each.ahead is not None]
+        return [row for row in self.speculative if row.ahead is not None]
 
-    def needs_memory(self, each: Unit) -> bool:
-        """Whether a rollback needs the unit in memory: its parameters live on NVMe and have to be reconstructed."""
-        assert each.ahead is not None
-        on_drive = each.params.home is Memory.NVME
-        return on_drive and each.ahead.old_params is OldParams.STATES
+    def needs_memory(self, row: Unit) -> bool:
+        """Whether the unit must be in memory for a rollback, because its old parameters are reconstructed there."""
+        assert row.ahead is not None
+        on_drive = row.params.home is Memory.NVME
+        return on_drive and row.ahead.old_params is OldParams.STATES
 
-    def can_run_ahead(self, each: Unit, write: bool, needed: int) -> bool:
+    def can_run_ahead(self, row: Unit, write: bool, needed: int) -> bool:
         """Whether at least one tile of the unit can have the expected update speculatively.
 
-        The unit and its gradients must be in memory and idle. If the undo log is full, speculative updates of units
-        that the next forward pass needs later are withdrawn, as long as they have not started: so the updates that
-        remain once the norm is known are of the units used last.
+        The unit and its gradients must be in memory and idle. If the undo log is full, this withdraws speculative
+        updates of units that the next forward pass uses later, as long as they have not started. The updates that
+        remain once the norm is known are then those of the units used last.
         """
-        old_params = self._old_params(each, write)
-        if self._can_undo(each, old_params):
+        old_params = self._old_params(row, write)
+        if self._can_undo(row, old_params):
             return True
         later = self._needed_later(needed)
-        if not self._can_undo(each, old_params, without=[ticket for _, ticket in later]):
+        if not self._can_undo(row, old_params, without=[ticket for _, ticket in later]):
             return False
-        while not (can_undo := self._can_undo(each, old_params)) and later:
+        while not (can_undo := self._can_undo(row, old_params)) and later:
             self._withdraw(*later.pop())
         return bool(can_undo)
 
     def _needed_later(self, needed: int) -> list[tuple[Unit, UpdateTicket]]:
-        """Speculative updates that use the undo log and are needed later than `needed`, the latest last."""
+        """Return speculative updates in the undo log whose units are used after `needed`, the latest use last."""
         found = [
-            (each, each.ticket)
-            for each in self.speculative
-            if each.ticket is not None and each.ahead is not None and each.ahead.old_params is OldParams.IMAGES
+            (row, row.ticket)
+            for row in self.speculative
+            if row.ticket is not None and row.ahead is not None and row.ahead.old_params is OldParams.IMAGES
         ]
         return sorted((pair for pair in found if pair[1].job.needed > needed), key=lambda pair: pair[1].job.needed)
 
-    def _withdraw(self, each: Unit, ticket: UpdateTicket) -> None:
-        """Cancel a speculative update unless the worker has chosen it already."""
+    def _withdraw(self, row: Unit, ticket: UpdateTicket) -> None:
+        """Cancel a speculative update, unless the worker has chosen it already."""
         with self._handing_over:
             if self._pipeline.withdraw(ticket):
-                self._decide(each)
-                self.finish(each)
+                self._clear_ahead(row)
+                self.finish(row)
 
-    def _decide(self, each: Unit) -> Ahead:
+    def _clear_ahead(self, row: Unit) -> Ahead:
         """Clear the unit's speculative update, and return it."""
-        ahead = each.decide()
-        self.speculative.pop(each, None)
+        ahead = row.decide()
+        self.speculative.pop(row, None)
         return ahead
 
-    def _old_params(self, each: Unit, write: bool) -> OldParams:
+    def _old_params(self, row: Unit, write: bool) -> OldParams:
         """Return where the expected update would keep the unit's old parameters.
 
         Args:
-            write: prefer a write to reconstruction: the unit leaves memory, or its home must stay up to date.
+            write: the update writes the parameters home in any case, so prefer the other slot to reconstruction.
         """
-        params, undoing, foreseen = each.params, self._pipeline.undoing, each.foreseen
+        params, undoing, foreseen = row.params, self._pipeline.undoing, row.foreseen
         assert foreseen is not None
         can_undo, can_put_back = params.can_undo(), params.can_put_back()
         if can_undo and write:
             return OldParams.SLOTS
-        may_be_told = can_put_back or (params.is_double_buffered and not self._params.keeps_steps)
+        is_reconstructable = can_put_back or (params.is_double_buffered and not self._params.keeps_steps)
         if (
-            may_be_told
+            is_reconstructable
             and undoing.can_recover_param(foreseen.segments, self._grads.dtype)
-            and undoing.keeps_all(each.index)
+            and undoing.keeps_all(row.index)
         ):
             return OldParams.STATES
         if can_undo:
             return OldParams.SLOTS
         return OldParams.IMAGES if can_put_back else OldParams.NOWHERE
 
-    def _can_undo(self, each: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
-        """Indices of the tiles whose update can be rolled back, with the updates in `without` withdrawn."""
+    def _can_undo(self, row: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
+        """Return the indices of tiles whose update could be rolled back if the updates in `without` were withdrawn."""
         if old_params is OldParams.NOWHERE:
             return frozenset()
-        return self._pipeline.can_undo(each.index, param=old_params is OldParams.IMAGES, without=without)
+        return self._pipeline.can_undo(row.index, param=old_params is OldParams.IMAGES, without=without)
 
-    def run_ahead(self, each: Unit, write: bool, needed: int) -> None:
+    def run_ahead(self, row: Unit, write: bool, needed: int) -> None:
         """Submit the speculative update of a unit that `can_run_ahead`.
 
         Args:
-            write: see `submit`; the parameters may also be written only to keep the old ones in the other slot.
+            write: see `submit`. If it is False, the parameters may still be written, so that the old ones stay in the
+                other slot.
         """
-        unit, foreseen = each.index, each.foreseen
+        unit, foreseen = row.index, row.foreseen
         assert foreseen is not None
         segments = foreseen.segments
         with self._handing_over:
-            self.open_host(each)
-            old_params = self._old_params(each, write)
-            tiles = self._can_undo(each, old_params)
+            self.open_host(row)
+            old_params = self._old_params(row, write)
+            tiles = self._can_undo(row, old_params)
             before = self._pipeline.undoing.keep_before(unit, tiles, param=old_params is OldParams.IMAGES)
-            tells_grads = (
+            reconstructs_grads = (
                 foreseen.grads_may_leave
                 and not before
-                and each.spills
+                and row.spills
                 and tiles == self._pipeline.all_tiles(unit)
                 and self._pipeline.undoing.can_recover(segments, self._grads.dtype)
             )
-            ticket = self._hand_over(
-                each,
+            ticket = self._submit_job(
+                row,
                 segments,
                 write=old_params is OldParams.SLOTS,
                 needed=needed,
                 tiles=tiles,
                 before=before,
-                tells_grads=tells_grads,
-                tells_param=old_params is OldParams.STATES,
+                reconstructs_grads=reconstructs_grads,
+                reconstructs_param=old_params is OldParams.STATES,
             )
-            self.speculative[each] = None
-            each.run_ahead(Ahead(segments, tiles, ticket, old_params))
+            self.speculative[row] = None
+            row.run_ahead(Ahead(segments, tiles, ticket, old_params))
 
-    def confirm(self, each: Unit) -> None:
-        """Commit the speculative update; if it left out tiles, their update is due."""
+    def confirm(self, row: Unit) -> None:
+        """Commit the speculative update. If it left out tiles, their update is due now."""
         with self._handing_over:
-            in_part = each.ahead is not None and each.ahead.tiles != self._pipeline.all_tiles(each.index)
+            in_part = row.ahead is not None and row.ahead.tiles != self._pipeline.all_tiles(row.index)
             if in_part:
-                self._due[each] = None
-            ahead = each.commit(in_part=in_part)
-            self.speculative.pop(each, None)
-            if each.ticket is not None and not in_part:
-                each.keeps = False
+                self._due[row] = None
+            ahead = row.commit(in_part=in_part)
+            self.speculative.pop(row, None)
+            if row.ticket is not None and not in_part:
+                row.keeps = False
             elif not in_part:
-                self._grads.drop(each.grads)
+                self._grads.drop(row.grads)
             self._pipeline.undoing.forget_before(ahead.ticket)
 
     def undo(self, rows: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
         """Roll back speculative updates: restore parameters and optimizer states.
 
         Args:
-            free_gradients: frees memory for a unit's gradients; False if there is none to free.
+            free_gradients: frees memory for a unit's gradients; returns False if there is none to free.
             grads: restore the gradients, too. If False, gradients that would have to be reconstructed are dropped.
 
         Returns:
@@ -310,45 +318,45 @@ class InFlight:
             StorageError: the old values cannot be read.
             CapacityError: host memory has no room for the gradients.
         """
-        for each in rows:
-            if each.params.computed_on.pins > int(each.ticket is not None):
+        for row in rows:
+            if row.params.computed_on.pins > int(row.ticket is not None):
                 raise InfinityError(
-                    f"the values of unit `{each.name}` are asked for while backward uses it, after its update has "
+                    f"the values of unit `{row.name}` are asked for while backward uses it, after its update has "
                     'begun: set tiering.update_schedule to "deferred"'
                 )
         with self._handing_over:
-            aheads = [each.ahead for each in rows]
+            aheads = [row.ahead for row in rows]
             tickets = [ahead.ticket for ahead in aheads if ahead is not None]
-            submitted = [each for each in self._submitted.values() if each in rows]
-            for each in submitted:
-                assert each.ticket is not None
-                each.ticket.recovers = False  # its gradients are still in memory
+            submitted = [row for row in self._submitted.values() if row in rows]
+            for row in submitted:
+                assert row.ticket is not None
+                row.ticket.recovers = False  # its gradients are still in memory
             self._pipeline.stop(tickets)
-            for each in submitted:
-                self.finish(each)
-            for each in rows:
-                self._recover(each, free_gradients, grads=grads, param=True)
+            for row in submitted:
+                self.finish(row)
+            for row in rows:
+                self._recover(row, free_gradients, grads=grads, param=True)
             self._pipeline.undo(tickets)
-            behind: list[Unit] = []
-            for each in rows:
-                assert each.ahead is not None
-                if each.ahead.old_params is OldParams.SLOTS:
-                    self._params.undo(each.params)
-                    behind.append(each)
-                elif each.ahead.old_params is OldParams.IMAGES:
-                    self._put_back(each)
-                self._pipeline.undoing.forget_before(each.ahead.ticket)
-                self._decide(each)
-        return behind
+            stale: list[Unit] = []
+            for row in rows:
+                assert row.ahead is not None
+                if row.ahead.old_params is OldParams.SLOTS:
+                    self._params.undo(row.params)
+                    stale.append(row)
+                elif row.ahead.old_params is OldParams.IMAGES:
+                    self._restore_from_undo_log(row)
+                self._pipeline.undoing.forget_before(row.ahead.ticket)
+                self._clear_ahead(row)
+        return stale
 
-    def _recover(self, each: Unit, free_gradients: FreeGradients, *, grads: bool, param: bool) -> None:
-        """Reconstruct the gradients and parameters that a speculative update has not kept.
+    def _recover(self, row: Unit, free_gradients: FreeGradients, *, grads: bool, param: bool) -> None:
+        """Reconstruct the old values that a speculative update has not kept.
 
         Args:
-            grads: the gradients, into host memory, from which they may spill; if False, drop them.
-            param: the parameters.
+            grads: reconstruct the gradients, if they were not kept; if False, drop them.
+            param: reconstruct the parameters, if they were not kept.
         """
-        held, ahead = each.grads, each.ahead
+        held, ahead = row.grads, row.ahead
         assert ahead is not None
         param = param and ahead.old_params is OldParams.STATES
         if held.is_elsewhere and not grads:
@@ -357,64 +365,65 @@ class InFlight:
         if not grads and not param:
             return
         with self._handing_over:
-            buffer = self._room_for_grads(each, free_gradients) if grads else None
-            with self._changing(each) if param else nullcontext() as flat:
+            buffer = self._room_for_grads(row, free_gradients) if grads else None
+            with self._changing(row) if param else nullcontext() as flat:
                 self._pipeline.recover(ahead.ticket, grad=buffer, param=flat)
             if grads:
                 self._grads.rest(held)
-                self.some_rest = True
+                self.gradients_returned = True
 
-    def _room_for_grads(self, each: Unit, free_gradients: FreeGradients) -> torch.Tensor:
-        while (buffer := self._grads.restore(each.grads)) is None:
-            if not free_gradients(each):
+    def _room_for_grads(self, row: Unit, free_gradients: FreeGradients) -> torch.Tensor:
+        while (buffer := self._grads.restore(row.grads)) is None:
+            if not free_gradients(row):
                 raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{each.name}`, whose update is undone: raise "
-                    "tiering.host_memory"
+                    f"no host memory is left for the gradients of unit `{row.name}`, whose update is rolled back: "
+                    "raise tiering.host_memory"
                 )
         return buffer
 
-    def _put_back(self, each: Unit) -> None:
+    def _restore_from_undo_log(self, row: Unit) -> None:
         """Restore the parameters from the undo log."""
-        assert each.ahead is not None
-        with self._changing(each) as flat:
-            for start, values in self._pipeline.undoing.params_before(each.ahead.ticket):
+        assert row.ahead is not None
+        with self._changing(row) as flat:
+            for start, values in self._pipeline.undoing.params_before(row.ahead.ticket):
                 flat[start : start + values.numel()].copy_(values)
 
     @contextmanager
-    def _changing(self, each: Unit) -> Iterator[torch.Tensor]:
-        """Yield the unit's flat parameters where updates change them."""
-        self.open_host(each)
-        self._params.host_wait(each.params)
-        for move in self._params.begin_update(each.params):
+    def _changing(self, row: Unit) -> Iterator[torch.Tensor]:
+        """Yield this rank's shard of the parameters, in the memory in which updates change it."""
+        self.open_host(row)
+        self._params.host_wait(row.params)
+        for move in self._params.begin_update(row.params):
             move.wait(self._counters)
-        yield each.params.shard
-        self._params.close_host(each.params)
+        yield row.params.shard
+        self._params.close_host(row.params)
 
-    def finish_ahead(self, each: Unit, free_gradients: FreeGradients) -> None:
+    def finish_ahead(self, row: Unit, free_gradients: FreeGradients) -> None:
         """Wait for a speculative update whose gradients are about to change, and mark it for rollback."""
-        if each.ticket is not None:
-            self.finish(each)
-        self._recover(each, free_gradients, grads=True, param=False)
-        assert each.ahead is not None
-        each.ahead = replace(each.ahead, segments=())
+        if row.ticket is not None:
+            self.finish(row)
+        self._recover(row, free_gradients, grads=True, param=False)
+        assert row.ahead is not None
+        row.ahead = replace(row.ahead, segments=())
 
-    def open_host(self, each: Unit) -> None:
-        """Start to bring the unit's parameters to where they are changed. Block for memory that updates or fetches
-        hold.
+    def open_host(self, row: Unit) -> None:
+        """Start to bring the unit's parameters to the memory in which updates change them.
+
+        Blocks if that memory is full, until an update or a fetch frees some.
 
         Raises:
-            CapacityError: they hold none.
+            CapacityError: it is full, and no update or fetch is unfinished.
         """
-        while not self._params.open_host(each.params):
+        while not self._params.open_host(row.params):
             if not self.finish_one() and not self._finish_fetch():
                 raise CapacityError(
-                    f"no host memory is left for the values of unit `{each.name}` on their way: "
-                    "look at fewer units at once, or raise tiering.host_memory"
+                    f"no host memory is left to stage the parameters of unit `{row.name}`: access fewer units at a "
+                    "time, or raise tiering.host_memory"
                 )
 
     def _finish_fetch(self) -> bool:
-        """Wait for a fetch through host memory. Return False if there is none."""
-        due = {each.params for each in self.due}
+        """Block until one fetch through host memory ends. Return False if there is none."""
+        due = {row.params for row in self.due}
         for params in self._params.passing:
             if params not in due:
                 self._params.fetch_wait(params)
@@ -423,20 +432,22 @@ class InFlight:
 
     @property
     def all_computed(self) -> bool:
-        """Whether no update is still to be computed and none has failed. Writes may be in flight."""
-        tickets = [each.ticket for each in self._submitted.values() if each.ticket is not None]
+        """Whether all updates are computed and none has failed. Writes may be in flight."""
+        tickets = [row.ticket for row in self._submitted.values() if row.ticket is not None]
         return not self._due and all(each.computed.done() and each.computed.exception() is None for each in tickets)
 
     @staticmethod
-    def _is_computed(each: Unit) -> bool:
-        return each.ticket is not None and each.ticket.computed.done()
+    def _is_computed(row: Unit) -> bool:
+        return row.ticket is not None and row.ticket.computed.done()
 
-    # Out of it #
+    # Completion #
 
-    def wait_computed(self, each: Unit) -> None:
-        """Block until the unit's update is computed, and upload the new values as they come. Writes home may be in
-        flight."""
-        ticket, params = each.ticket, each.params
+    def wait_computed(self, row: Unit) -> None:
+        """Block until the unit's update is computed. Writes home may be in flight.
+
+        On a device, parts of the new values are uploaded while the rest is computed.
+        """
+        ticket, params = row.ticket, row.params
         if ticket is not None:
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
                 sends = params.send_part if params.can_send_parts() else None
@@ -444,17 +455,17 @@ class InFlight:
             self._params.end_change(params)
 
     def finish_one(self) -> bool:
-        """Wait for one update, the first to end. Return False if there is none."""
-        self._take_ended()
+        """Block until one update, the first to end, is computed and written. Return False if there is none."""
+        self._read_ended()
         while self._submitted and not self._computed:
-            # an interrupt may have lost an entry of `_ended`
-            self._computed |= {each: None for each in self._submitted.values() if self._is_computed(each)}
+            # An interrupt may have lost an entry of `_ended`, so look at the tickets first.
+            self._computed |= {row: None for row in self._submitted.values() if self._is_computed(row)}
             if not self._computed:
                 with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
                     unit = self._ended.get()
                 self._note_computed(unit)
-        for each in self._computed:
-            self.finish(each)
+        for row in self._computed:
+            self.finish(row)
             return True
         return False
 
@@ -463,56 +474,57 @@ class InFlight:
         """Whether finished updates may wait for `settle`."""
         return bool(self._computed) or not self._ended.empty()
 
-    def _take_ended(self) -> None:
+    def _read_ended(self) -> None:
         while not self._ended.empty():
             self._note_computed(self._ended.get())
 
     def _note_computed(self, unit: int) -> None:
-        each = self._submitted.get(unit)
-        if each is not None and self._is_computed(each):  # and the queue's word is not of an earlier update
-            self._computed[each] = None
+        row = self._submitted.get(unit)
+        if row is not None and self._is_computed(row):  # else the entry is of an earlier update of the unit
+            self._computed[row] = None
 
     def settle(self) -> None:
-        """Note updates that are computed and written."""
+        """Poll completions: close updates that are computed and written. Does not block."""
         if not self._computed and self._ended.empty():
             return
-        self._take_ended()
-        for each in list(self._computed):
-            if each.ticket is not None and each.ticket.done():
-                self._note(each)
+        self._read_ended()
+        for row in list(self._computed):
+            if row.ticket is not None and row.ticket.done():
+                self._close(row)
 
-    def finish(self, each: Unit) -> None:
+    def finish(self, row: Unit) -> None:
         """Block until the unit's submitted update is computed and written."""
-        ticket = each.ticket
+        ticket = row.ticket
         assert ticket is not None
         with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
             self._pipeline.wait_computed(ticket)
         with self._counters.stalled(StallCause.DISK_WRITE):
             ticket.result()
-        self._note(each)
+        self._close(row)
 
-    def _note(self, each: Unit) -> None:
+    def _close(self, row: Unit) -> None:
+        """Take an ended update off the row, and release its gradients and parameters. Raises if the update failed."""
         with self._handing_over:
-            ticket, write = each.finish()
-            self._submitted.pop(each.index, None)
-            self._computed.pop(each, None)
+            ticket, write = row.finish()
+            self._submitted.pop(row.index, None)
+            self._computed.pop(row, None)
             for move in ticket.missing:  # a withdrawn update has not waited for its inputs
                 move.wait(self._counters)
-            if not each.keeps:
-                self._grads.used(each.grads)
+            if not row.keeps:
+                self._grads.used(row.grads)
             elif ticket.recovers:
-                self._grads.left(each.grads)
+                self._grads.left(row.grads)
             else:
-                self._grads.returned(each.grads)
-                self.some_rest = True
-            self._params.close_host(each.params, changed=ticket.chosen)  # a withdrawn update changes nothing
+                self._grads.returned(row.grads)
+                self.gradients_returned = True
+            self._params.close_host(row.params, changed=ticket.chosen)  # a withdrawn update changes nothing
             if write is not None:
-                each.params.field.finish_move(write)
+                row.params.field.finish_move(write)
             ticket.result()  # raises if the update failed
-            self.finished.append(each)
+            self.finished.append(row)
 
 
-def _update_there(
+def _update_segment(
     layout: StateLayout, segment: Segment, param: torch.Tensor, grad: torch.Tensor, fields: Fields
 ) -> None:
     """Update a segment of a unit on the device."""
@@ -527,6 +539,6 @@ def _update_there(
     )
 
 
-def _put(ended: SimpleQueue[int], unit: int, _: Future[None]) -> None:
-    """Not given the row: the row leads to the update's ticket, the ticket to this callback."""
+def _note_ended(ended: SimpleQueue[int], unit: int, _: Future[None]) -> None:
+    """Report an ended update by the unit's number. With the row, row, ticket and callback would form a cycle."""
     ended.put(unit)

@@ -129,5 +129,5 @@ def _submission(name: Callable[[int], str], job: Any) -> str:
     return (
         f"submit {name(job.unit)} ({job.grad.nbytes}){tiles}{', written' if job.write else ''}"
         f"{', needed ' + str(job.needed) if job.needed >= 0 else ', needed now'}"
-        f"{', may be undone' if job.before or job.tells_grads or job.tells_param else ''}"
+        f"{', may be undone' if job.before or job.reconstructs_grads or job.reconstructs_param else ''}"
     )
