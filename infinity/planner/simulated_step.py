@@ -172,7 +172,7 @@ class Stage:
         self._budget = Budget("memory for parameters", work.params_bytes)
         self._due: dict[_Unit, None] = {}  # in the order in which they became due
         self._submitted: dict[_Unit, None] = {}
-        self._finals: list[int] = []
+        self._update_order: list[int] = []
         self._some_rest = False  # speculative updates have given gradients back
         self._undo_free_bytes = work.undo_bytes
         self.scheduler = self._scheduled()
@@ -253,8 +253,8 @@ class Stage:
     def _backward(self, *, last: bool) -> Process:
         self.worker.queue.prefer(begun=True)
         if last and (self._work.runs_in_backward or any(map(self._may_run_ahead, self._work.units))):
-            self.worker.queue.expect(list(dict.fromkeys(self._finals)))
-            self._finals = []
+            self.worker.queue.expect(list(dict.fromkeys(self._update_order)))
+            self._update_order = []
         left = Counter(self._forward_uses)
         saved: dict[int, list[Task]] = {}  # by position: activations on their way back
         uses = self._work.uses[::-1]
@@ -459,12 +459,12 @@ class Stage:
         if work.down_s:
             row.coming.append(self.lanes.put(DOWN, work.down_s))
         if last and self._work.runs_in_backward:
-            self._finals.append(row.index)
+            self._update_order.append(row.index)
             yield from self._update(row, deque(enumerate(work.tiles)))
         elif last and self._may_run_ahead(work):
             yield from self._do(actions.UpdateForeseen(row))
             if row.ahead is not None:
-                self._finals.append(row.index)
+                self._update_order.append(row.index)
         if row.gradients is State.WRITING:
             row.gradients = State.VALID
         if row.spills:

@@ -65,7 +65,7 @@ class Rank(Performer):
         self._gathering = self._gathers(len(config.ranks) if config.gathers else 1)
         self._foresight = Foresight()
         self._added: dict[int, int] = {}  # uses that have added to each unit's gradients in this step
-        self._finals: list[int] = []
+        self._update_order: list[int] = []
         self._asked: dict[Row, None] = {}  # in the order in which their updates were asked for
         self._under_way = False  # some units have had this step's update asked for
         self._pass_failed = False
@@ -295,8 +295,8 @@ class Rank(Performer):
         if self._runs_ahead:
             self._begin_ahead()
         if self._runs_ahead or (self._last and self._schedule == "backward"):
-            self.worker.expect(list(dict.fromkeys(self._finals)))
-            self._finals = []
+            self.worker.expect(list(dict.fromkeys(self._update_order)))
+            self._update_order = []
 
     def backward_use(self, call: Pass, position: int, left: Counter[int] | None = None, micro_batch: int = 0) -> None:
         """Backward of a module.
@@ -353,7 +353,7 @@ class Rank(Performer):
             if order is not None:
                 self.reduction.learn(order)
             self.reduction.note_used(self.reduced)
-            self._gathering.follow(self.reduction.order[::-1])
+            self._gathering.set_order(self.reduction.order[::-1])
         self.reduced = None
 
     def complete(self, units: Sequence[int]) -> None:
@@ -422,12 +422,12 @@ class Rank(Performer):
 
     def _gather_owed(self, row: Row | None) -> None:
         """Gather what all ranks gather before this unit; None before they exchange something else."""
-        for other in self._gathering.owed(row):
+        for other in self._gathering.preceding(row):
             self.do(actions.ParametersNeeded(other))
             self._gathering.gather(other)
 
     def _look_ahead(self) -> None:
-        while (row := self._gathering.due([self.rows[unit] for unit in self.cycle.upcoming])) is not None:
+        while (row := self._gathering.next_to_gather([self.rows[unit] for unit in self.cycle.upcoming])) is not None:
             self.undo(row)
             self._pin(row)
             self.do(actions.ParametersNeeded(row))
@@ -468,13 +468,13 @@ class Rank(Performer):
         """All of the unit's gradients have come in this pass."""
         self._complete_units.add(row.index)
         if self._last and self._schedule == "backward":
-            self._finals.append(row.index)
+            self._update_order.append(row.index)
             self._update(row)
             self.settle()
         elif self._last and self._schedule == "speculative":
             self._foresee(row)
             if self._runs_ahead and self.run_ahead(row, self._due(row, clips=False)):
-                self._finals.append(row.index)
+                self._update_order.append(row.index)
                 self._foresight.tried()
         self.grads.rest(row)
         if row.spills:

@@ -4,7 +4,7 @@
 An upload waits only for work that still uses its target memory, not for all queued work: the host runs ahead of the
 device, and the next forward pass may be queued during an update. Newly allocated memory may have had another use until
 the allocation. A unit under update is in use until the update begins; after that the model does not see its old values
-(`UnitViews.outdate`). Each of these moments is marked in the compute stream.
+(`UnitViews.mark_stale`). Each of these moments is marked in the compute stream.
 
 [Note: downloads]
 For the same reason a download for an update does not wait for all queued work. In a backward pass only updates change a

@@ -85,7 +85,7 @@ class Executor:
         ranks: the ranks among which units are sharded.
 
     Attributes:
-        gathering: unshards them.
+        gathering: unshards units that several ranks share.
     """
 
     def __init__(
@@ -161,21 +161,21 @@ class Executor:
                 _PERFORMERS[type(action)](self, action.unit, action)
         return action is not None
 
-    def gather_owed(self, row: Unit | None = None) -> None:
-        """Gather the units that all ranks gather before this one; with None, before another collective."""
-        for other in self.gathering.owed(row):
+    def gather_preceding(self, row: Unit | None = None) -> None:
+        """Gather the units that precede this one in the order of all ranks; with None, all that are stale."""
+        for other in self.gathering.preceding(row):
             self._do(ParametersNeeded(other))
             self.gathering.gather(other)
 
     def _gather_for_use(self, row: Unit) -> None:
         """Unshard a resident unit that a module is about to use, and start to gather the units that are used next."""
-        self.gather_owed(row)
+        self.gather_preceding(row)
         self.gathering.enter(row)
         self._look_ahead()
 
     def _look_ahead(self) -> None:
         """Start to gather the units that are used next, in their order."""
-        while (row := self.gathering.due([self.units[unit] for unit in self._cycle.upcoming])) is not None:
+        while (row := self.gathering.next_to_gather([self.units[unit] for unit in self._cycle.upcoming])) is not None:
             self.undo(row)
             row.params.pin()
             try:
@@ -208,7 +208,7 @@ class Executor:
             self._params.fetch_wait(row.params)
 
     def _evict(self, row: Unit) -> None:
-        if row.params.is_dirty():  # rare: the updates of units that the plan evicts write to NVMe, too
+        if row.params.is_dirty():  # rare: if the plan evicts a unit after its update, the update writes it home
             with self._in_host_memory(row):
                 row.params.write_home()
         row.views.hide()
@@ -226,7 +226,7 @@ class Executor:
 
     def _submit_ahead(self, row: Unit, action: SubmitAhead) -> None:
         if self._in_flight.can_run_ahead(row, action.write, action.needed):
-            row.views.cover()
+            row.views.hide_trained()
             self._in_flight.run_ahead(row, action.write, action.needed)
 
     def _await_newest(self, row: Unit) -> None:
@@ -258,19 +258,19 @@ class Executor:
         # an exception may have skipped a `leave`
         self._params.keep_pins({row.params for row in self._in_flight.submitted})
         self._do(PassEnds(learn))
-        self.rest()
+        self.hide_evictable()
 
-    def rest(self) -> None:
+    def hide_evictable(self) -> None:
         """Hide all units that can be evicted, see [Note: values at rest]."""
         for row in self._scheduler.in_memory:
             self.units[row.index].views.hide()
 
-    def _rest(self, row: Unit) -> None:
-        if self._rests(row):
+    def _hide_if_evictable(self, row: Unit) -> None:
+        if self._is_evictable(row):
             row.views.hide()
 
     @staticmethod
-    def _rests(row: Unit) -> bool:
+    def _is_evictable(row: Unit) -> bool:
         """Whether the unit can be evicted and is not pinned."""
         return row.offloaded and not row.is_pinned
 
@@ -288,14 +288,14 @@ class Executor:
         """
         self._in_flight.ask(row, segments)
         self.gathering.changed(row)
-        row.views.outdate(indices)
+        row.views.mark_stale(indices)
         if row.params.is_at_hand():
             self._do(UpdateDue(row))
 
     # Speculative updates, see [Note: updates ahead] in in_flight.py #
 
     def begin_ahead(self) -> None:
-        """From now on, write parameters to the other place on NVMe, so that the present version of each unit stays."""
+        """From now on, write parameters to the other slot on NVMe, so that the present version of each unit stays."""
         self.write_changed()
         self._params.begin_ahead()
 
@@ -314,8 +314,8 @@ class Executor:
         return row.ahead is not before
 
     def confirm(self, row: Unit, indices: Collection[int]) -> None:
-        """Commit the speculative update as this step's, of these parameters. The tiles that it left out are due now."""
-        row.views.outdate(indices)
+        """Commit the speculative update, which changed these parameters. The tiles that it left out are due now."""
+        row.views.mark_stale(indices)
         self._in_flight.confirm(row)
         if row.ticket is None:
             self._in_flight.finished.append(row)
@@ -342,11 +342,11 @@ class Executor:
         at_hand = [row for row in ahead if row not in to_fetch]
         with self._params.handing_over:  # until every newer copy in memory is dropped
             stale = self._in_flight.undo(at_hand, self.free_gradients, grads=grads)
-            self._spill_ahead()
+            self._spill_returned()
             for row in to_fetch:  # one by one: there may not be room for all of them
                 self._do(OldParametersNeeded(row))
                 self._in_flight.undo([row], self.free_gradients, grads=grads)
-            self._spill_ahead()
+            self._spill_returned()
             for row in ahead:
                 self.gathering.changed(row)
                 if row in stale:
@@ -366,7 +366,7 @@ class Executor:
         """
         if row.ahead is not None:
             self._in_flight.finish_ahead(row, self.free_gradients)
-            self._spill_ahead()
+            self._spill_returned()
         if self._scheduler.waits_for_memory and self._in_flight.some_ended:
             self.settle()
 
@@ -383,12 +383,12 @@ class Executor:
         return freed
 
     def gradients_rest(self, row: Unit) -> None:
-        """Note that the unit's gradients do not change for a while. If they may spill, spill the oldest ones early."""
+        """Note that the unit's gradients do not change for a while. If the unit spills, spill the oldest ones early."""
         if row.spills:
             self._do(GradientsRest())
 
-    def _spill_ahead(self) -> None:
-        """As `gradients_rest`, if a speculative update has returned gradients, which may spill."""
+    def _spill_returned(self) -> None:
+        """If a speculative update has returned gradients, spill the oldest gradients early."""
         if self._in_flight.gradients_returned:
             self._in_flight.gradients_returned = False
             self._do(GradientsRest())
@@ -400,7 +400,7 @@ class Executor:
         in_flight = self._in_flight
         in_flight.settle()
         if in_flight.gradients_returned:
-            self._spill_ahead()
+            self._spill_returned()
         if self._scheduler.waits_for_memory:
             self._do(MemoryFreed())
         if in_flight.finished:
@@ -423,18 +423,20 @@ class Executor:
         """Show the new values of units whose updates have finished."""
         while self._step_is_over and self._in_flight.finished:
             row = self._in_flight.finished.pop()
-            # The finished update may be the last step's, while this step's is submitted already and pins the unit.
-            behind = row.params.coming is not None or row.is_updating
-            if behind or self._rests(row):
+            # The finished update may be the last step's: if this step's is submitted already, the values are stale.
+            is_stale = row.params.coming is not None or row.is_updating
+            if is_stale or self._is_evictable(row):
                 continue  # its next use shows it
             if row.params.residency is Residency.RESIDENT and self.gathering.is_whole(row):
                 row.views.show()
 
     @property
     def all_computed(self) -> bool:
+        """See `InFlight.all_computed`."""
         return self._in_flight.all_computed
 
     def _start_pending(self) -> None:
+        """Submit every due update, and fetch its unit for that."""
         for row in self._in_flight.due:
             row.params.pin()
             try:
@@ -449,7 +451,7 @@ class Executor:
             self._in_flight.wait_computed(row)
 
     def write_changed(self) -> None:
-        """Write units that were modified outside the optimizer, if updates expect their values on NVMe."""
+        """Write units that were modified outside the optimizer home, where updates expect the newest values on NVMe."""
         for row in self.units:
             if row.params.is_unwritten() and self._scheduler.is_written(row) and row.ticket is None:
                 with self.resident(row):
@@ -463,17 +465,17 @@ class Executor:
             pass
         self.settle()
         for state in self._scheduler.in_memory:
-            self._rest(self.units[state.index])
+            self._hide_if_evictable(self.units[state.index])
 
     def move_states(self, unit: int, *, there: bool) -> None:
         """Move the unit's optimizer states to the device (`there`), or back. No update may be unfinished.
 
         Raises:
-            torch.OutOfMemoryError: the device has no memory for them; they stay where they are.
+            torch.OutOfMemoryError: the device has no memory for the states; they stay where they are.
             StorageError: they cannot be read or written.
         """
         refused: torch.OutOfMemoryError | None = None
-        with self._params.handing_over:  # on any other error some tiles have moved and others have not
+        with self._params.handing_over:  # any other error poisons the engine: some tiles have moved, others have not
             try:
                 self._pipeline.move_states(unit, there=there)
             except torch.OutOfMemoryError as error:
@@ -509,7 +511,7 @@ class Executor:
         finally:
             self.gathering.let_go(row)
             row.params.unpin()
-            self._rest(row)
+            self._hide_if_evictable(row)
 
     @contextmanager
     def resident(self, row: Unit) -> Iterator[torch.Tensor]:
@@ -522,12 +524,12 @@ class Executor:
                 yield row.params.shard
         finally:
             row.params.unpin()
-            self._rest(row)
+            self._hide_if_evictable(row)
 
     @contextmanager
     def changing(self, row: Unit) -> Iterator[torch.Tensor]:
-        """As `resident`, for writing. The values at the end of the context are the unit's newest, after an exception,
-        too."""
+        """As `resident`, for writing. The unit's newest values are those at the end of the context, also after an
+        exception."""
         with self.resident(row) as flat:
             for move in self._params.begin_change(row.params):
                 move.transfer.result()
@@ -537,7 +539,7 @@ class Executor:
                 self._params.end_change(row.params)
                 self._params.await_update(row.params)
                 self.gathering.changed(row)
-                row.views.outdate()
+                row.views.mark_stale()
                 if self.gathering.is_whole(row):
                     row.views.show()
 
@@ -548,7 +550,7 @@ class Executor:
             StorageError: values cannot be read; some have been replaced by then.
         """
         for row in self.units:
-            if row.params.written:  # units in the user's own files have no such values
+            if row.params.written:  # units that are read from the user's files have no values on NVMe
                 with self.changing(row):
                     row.params.read_found()
         self._pipeline.take_over()
@@ -557,15 +559,15 @@ class Executor:
         """Point the model's parameters of the unit at its memory again, or at NaN if it is not resident."""
         row.views.forget()
         self._params.await_update(row.params)
-        behind = row.is_updating or self.views.detached
+        is_stale = row.is_updating or self.views.detached
         whole = row.residency is Residency.RESIDENT and self.gathering.is_whole(row)
-        if whole and not behind and not self._rests(row):
+        if whole and not is_stale and not self._is_evictable(row):
             row.views.show()
         else:
             row.views.hide()
 
     def take_back(self, row: Unit, index: int) -> None:
-        """Point a parameter that lay in a tensor of its own (see `UnitViews.lend`) at its unit's memory again."""
+        """End `UnitViews.lend`: point the parameter at its unit's memory again."""
         row.views.take_back(index)
         self.refresh(row)
 
@@ -577,7 +579,7 @@ class Executor:
 
     @contextmanager
     def created(self, row: Unit) -> Iterator[torch.Tensor]:
-        """Yield memory for the first values of a unit. The written content becomes its values."""
+        """Yield memory for the first values of a unit, which the caller fills in the context."""
         params = row.params
         while not self._params.create(params):
             self._do(RoomNeeded(row))
@@ -595,7 +597,7 @@ class Executor:
         self.refresh(row)
 
 
-# Unbound methods: bound ones would form a cycle, and an unreferenced executor would stay until a garbage collection.
+# Unbound, because bound methods would form a cycle: an unreferenced executor would stay until a garbage collection.
 _PERFORMERS: dict[type[Action], Callable[[Executor, Any, Any], object]] = {
     Fetch: Executor._fetch,
     AwaitFetch: lambda executor, row, _: executor._await_fetch(row),

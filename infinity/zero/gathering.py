@@ -9,14 +9,14 @@ unsharded
 - until the next update, if its parameters stay on the device.
 
 All ranks take part in an all-gather, so it may follow only from events that are alike on all ranks. It must not depend
-on what a rank has in memory, because that differs between ranks. The last cycle predicts the next units: the all-gather
-of the next one runs during the use before, and those of further units follow in order, as far as `Ahead` allows. It
-counts bytes, of the rank with the least memory. If a cycle differs, units are gathered when they are used, on all ranks
-alike.
+on what a rank has in memory, because that differs between ranks. The last cycle predicts the next units. The
+all-gather of the next unit runs during the use before it. Those of further units follow in order, as far as `Ahead`
+allows: it counts bytes, by the budget of the rank with the least memory. If a cycle differs from the last one, units
+are gathered when they are used, on all ranks alike.
 
-If no unit is ever evicted, ranks may use different units. Units changed by an update are then gathered in an order that
-all ranks know (`_order`): before a unit is gathered, all units before it are; the others follow before any other
-collective begins.
+If no unit is ever evicted, ranks may use different units. Units changed by an update are then gathered in one order
+(`_order`), the same on all ranks. To gather a unit, a rank first gathers all units that precede it. Before any other
+collective, it gathers the rest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Gather:
         self._pending = pending
 
     def done(self) -> bool:
-        return False  # ranks wait for gathers at fixed places, and never poll them
+        return False  # ranks wait for gathers at the same points, so nothing may follow from a poll
 
     def result(self) -> None:
         for pending in self._pending:
@@ -50,7 +50,7 @@ class _Gather:
 
 
 class Gathering:
-    """The units that are unsharded now or will be. A unit that no other rank shares always is.
+    """Decide when units are unsharded, and unshard them. A unit that no other rank shares is always unsharded.
 
     Args:
         rows: of all units.
@@ -58,7 +58,7 @@ class Gathering:
         ahead_bytes: memory for units that are gathered early, beyond the next one.
 
     Attributes:
-        shares: several ranks share some unit; else no unit is ever gathered.
+        shares: whether ranks share any unit; if not, no unit is ever gathered.
         ahead: units that are pinned and gathered for their next use, in order.
     """
 
@@ -82,7 +82,7 @@ class Gathering:
         return row.shared is None or row.shared.is_whole
 
     def make_way(self, rows: Sequence[Unit]) -> None:
-        """Drop units that were gathered for a use that does not come, before a module uses these units."""
+        """Drop early gathers if a module is about to use a unit that needs a gather and was not expected."""
         for row in rows:
             if row in self.ahead:
                 return
@@ -97,7 +97,7 @@ class Gathering:
             return
         if not shared.uses:
             self._in_use_bytes += shared.moving_bytes
-        shared.uses += 1  # first, because `leave` follows in any case
+        shared.uses += 1  # before anything that can fail: after an error, `leave` is called, too
         if row in self.ahead:
             while (first := next(iter(self.ahead))) is not row:
                 self._drop(first)
@@ -107,7 +107,7 @@ class Gathering:
         self.gather(row)
 
     def leave(self, row: Unit, expected: int | None) -> None:
-        """End a use. Does nothing if `enter` was not reached.
+        """End a use. Do nothing if `enter` was not called for it.
 
         Args:
             expected: the unit that is used next.
@@ -126,6 +126,7 @@ class Gathering:
             self.let_go(row)
 
     def begin_cycle(self) -> None:
+        """Begin a forward pass."""
         self._in_forward = bool(self._order)
 
     def end_cycle(self) -> None:
@@ -136,22 +137,21 @@ class Gathering:
                 row.shared.uses = 1
                 self.leave(row, None)
 
-    def due(self, upcoming: Sequence[Unit]) -> Unit | None:
-        """Return the unit that is to be gathered next, during the use that begins; None if there is none, or no room
-        for it.
+    def next_to_gather(self, upcoming: Sequence[Unit]) -> Unit | None:
+        """Return the unit to gather early now, during the use that begins; None if there is none, or no room for it.
 
         Args:
             upcoming: units that are used next, in order.
         """
         if self._order:
-            if not self._in_forward:  # updates begin, and no module uses their units before the next pass
+            if not self._in_forward:  # updates change units from here on, and only the next forward pass uses those
                 return None
             upcoming = [row for row in self._order if not self.is_whole(row)][: len(upcoming)]
         passed: list[Unit] = []
         for steps, row in enumerate(upcoming, 1):
             shared = row.shared
-            # An evictable unit is resharded between two uses, unless they are adjacent. Units behind the second use are
-            # gathered after it.
+            # Between two uses that are not adjacent, an evictable unit is resharded. So stop at its second use: units
+            # after it are gathered later.
             if (
                 shared is not None
                 and shared.moving_bytes
@@ -204,20 +204,24 @@ class Gathering:
             self._start(row, row.shared)
             self._wait(row.shared)
 
-    def owed(self, row: Unit | None = None) -> list[Unit]:
-        """Return the units that must be gathered before this one, or before another collective, whether used or not."""
+    def preceding(self, row: Unit | None = None) -> list[Unit]:
+        """Return stale units that precede this one in the order of all ranks; with None, all stale units.
+
+        A rank gathers them even if it does not use them.
+        """
         if not self._in_forward or (row is not None and self.is_whole(row)):
             return []
         self._in_forward = row is not None
         before = self._order if row is None else self._order[: self._order.index(row)]
         return [each for each in before if not self.is_whole(each)]
 
-    def follow(self, order: Sequence[int]) -> None:
-        """Gather in this order from now on, behind units that it does not contain. All ranks call this together."""
+    def set_order(self, order: Sequence[int]) -> None:
+        """Set the order of all ranks. Units that it does not contain come first. All ranks call this together."""
         place = {unit: position for position, unit in enumerate(order)}
         self._order.sort(key=lambda row: place.get(row.index, -1))
 
     def drop_ahead(self) -> None:
+        """Drop all early gathers."""
         while self.ahead:
             self._drop(next(iter(self.ahead)))
 

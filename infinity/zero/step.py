@@ -345,7 +345,7 @@ class Step:
     def _meet_ranks(self, why: str) -> None:
         """Gather all units that are due on all ranks, before a collective outside of the forward pass."""
         with self.stopped_by_failures():
-            self._executor.gather_owed()
+            self._executor.gather_preceding()
             self._ranks.path.mark(why)
 
     def _back_to(self, before: Phase, *, learn: bool = False) -> None:
@@ -437,7 +437,7 @@ class Step:
         self.updates.end_backward()
         self._runtime.params.end_pass()
         self._ranks.path.end()
-        self._executor.gathering.follow(self.gradients.source.forward_order())
+        self._executor.gathering.set_order(self.gradients.source.forward_order())
         self._stand_ins.place()
         self.losses.scaled = False
         self._open = None
@@ -653,7 +653,7 @@ class Step:
         if ends_forward:
             self.forward_end = GraphPosition.now()
             if self._open is None and not self._only_evaluates:
-                self._executor.rest()  # the model was called without the engine
+                self._executor.hide_evictable()  # the model was called without the engine
 
     def backward_left(self, units: tuple[Unit, ...]) -> None:
         if self.layer_major is not None:

@@ -32,7 +32,7 @@ from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend
 from infinity.zero.unit import Unit
 
-_ASKED = 1  # units whose updates may wait for the vote of all ranks while these compute on
+_OPEN_VOTES = 1  # units that the ranks may be voting on while they compute on
 
 RuleOf = Callable[[int, int, float], Rule]  # (parameter group, step, gradient scale)
 
@@ -65,7 +65,7 @@ class Updates:
     Args:
         rule_of: the present update rule of a parameter group.
         max_norm: clip the global norm to this; 0 for no clipping.
-        losses: its loss scale is the factor on all gradients.
+        losses: has the loss scale, a factor on all gradients.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Updates:
         self._max_norm = max_norm
         self._losses = losses
         self._sums_sq: list[float] = []  # of the units updated so far in this step, under `backward`
-        self._due: dict[Unit, None] = {}  # units whose gradients are final, but perhaps still on their way to the host
-        self._asked: dict[Unit, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
-        self._finals: list[int] = []
+        self._due: dict[Unit, None] = {}  # units with final gradients, which may still be on their way to the host
+        self._votes: dict[Unit, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
+        self._update_order: list[int] = []  # units in the order of their updates, probably that of the next step, too
         self._last_pass = False  # whether the running or latest backward pass is the step's last one
         self._in_parts: frozenset[Unit] = frozenset()
         self._updated: set[Unit] = set()  # units updated in the running backward pass, also speculatively
@@ -113,14 +113,14 @@ class Updates:
         self._in_parts = in_parts
         self._updated.clear()
         self._due.clear()
-        self._asked.clear()
+        self._votes.clear()
         self._pipeline.prefer(begun=True)
         runs_ahead = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.runs_ahead
         if runs_ahead:
             self._executor.begin_ahead()
         if runs_ahead or (last and self._schedule is UpdateSchedule.BACKWARD):
-            self._pipeline.expect(list(dict.fromkeys(self._finals)))
-            self._finals = []
+            self._pipeline.expect(list(dict.fromkeys(self._update_order)))
+            self._update_order = []
 
     def end_backward(self) -> None:
         """End the backward pass. This completes units in parts, and units with parameters that it has not reached."""
@@ -133,7 +133,7 @@ class Updates:
         """Note that the unit's gradients are complete only at the end of the running backward pass."""
         self._in_parts |= {unit}
         self._due.pop(unit, None)
-        self._asked.pop(unit, None)
+        self._votes.pop(unit, None)
 
     def check_parts(self, unit: Unit, index: int) -> None:
         """Check that a parameter's further gradient in a backward pass comes before its unit's update.
@@ -151,7 +151,7 @@ class Updates:
         )
 
     def final(self, unit: Unit) -> None:
-        """Note that the unit's gradients of this step are complete, unless they come in parts.
+        """Note that the unit's gradients of this step are complete. Do nothing if they come in parts.
 
         Under the `backward` schedule the unit is updated now, or at one of the next calls if the gradients are still on
         their way from the device.
@@ -162,14 +162,14 @@ class Updates:
         if unit in self._in_parts:
             return
         if self._schedule is UpdateSchedule.BACKWARD:
-            self._asked.pop(unit, None)  # more of its gradient has come since the vote began
+            self._votes.pop(unit, None)  # more of its gradient has come since the vote began
             self._due[unit] = None
             if self._gradients.alone:
                 self._update_due()
             else:
-                self._update_due(len(self._due) - self._gradients.lag, leave=_ASKED)
+                self._update_due(len(self._due) - self._gradients.lag, leave=_OPEN_VOTES)
         elif self._schedule is UpdateSchedule.SPECULATIVE:
-            # On all ranks, whether or not the update is speculative here: that depends on a rank's memory and drives.
+            # On all ranks alike: whether an update is speculative depends on a rank's own memory and drives.
             self._executor.gathering.changed(unit)
             if self._foresight.runs_ahead:
                 self._run_ahead(unit)
@@ -178,7 +178,7 @@ class Updates:
         """Submit the unit's update speculatively, as if the global norm were known and small."""
         segments = self._segments(unit, 1.0 / self._losses.loss_scale.value)
         if self._executor.run_ahead(unit, segments, may_leave=self._gradients.are_measured(unit)):
-            self._finals.append(unit.index)
+            self._update_order.append(unit.index)
             self._updated.add(unit)
             self._foresight.tried()
 
@@ -192,19 +192,21 @@ class Updates:
             self._foresight.disturbed()
 
     def _all_final(self) -> None:
-        self._update_asked()
+        """Update all units that have gradients and are not updated yet."""
+        self._update_voted()
         self._due |= dict.fromkeys(self._gradients.units_with_gradients())
         self._update_due(len(self._due))
 
     def _update_due(self, least: int = 0, leave: int = 0) -> bool:
         """Update due units whose gradients have arrived. Return whether any was updated.
 
-        All ranks vote on whether gradients are finite, so they must start the votes at the same points: the due units
-        lag far enough behind for their gradients to have arrived. The ranks compute on during a vote, and update when
-        the next one starts. A rank that is alone updates each unit before it waits for the next one's gradients.
+        Several ranks vote on whether the gradients of a unit are finite. They must start each vote at the same point,
+        so they start it a fixed number of units later, when the gradients have probably arrived. They compute on during
+        a vote, and update the unit when they start the next one. A single rank needs no vote: it updates a unit as soon
+        as its gradients have arrived.
 
         Args:
-            least: for how many units to wait, oldest first.
+            least: block for the gradients of this many units, the oldest first.
             leave: how many votes may still be open at the end.
         """
         updated = False
@@ -213,17 +215,17 @@ class Updates:
                 break
             del self._due[unit]
             self._losses.check_late()
-            self._asked[unit] = self._gradients.ask_others(unit)
-            updated |= self._update_asked(0 if self._gradients.alone else _ASKED)
+            self._votes[unit] = self._gradients.ask_others(unit)
+            updated |= self._update_voted(0 if self._gradients.alone else _OPEN_VOTES)
             self._executor.settle()  # upload updates that ended while this thread waited
-        return self._update_asked(leave) or updated
+        return self._update_voted(leave) or updated
 
-    def _update_asked(self, leave: int = 0) -> bool:
+    def _update_voted(self, leave: int = 0) -> bool:
         """Update the units that the ranks have voted on, except the last `leave`. Return whether any was updated."""
         done = 0
-        while len(self._asked) > leave:
-            unit = next(iter(self._asked))
-            self._update_final(unit, finite=self._gradients.is_finite(self._asked.pop(unit)))
+        while len(self._votes) > leave:
+            unit = next(iter(self._votes))
+            self._update_final(unit, finite=self._gradients.is_finite(self._votes.pop(unit)))
             done += 1
         return done > 0
 
@@ -235,7 +237,7 @@ class Updates:
                 "Resume from the last checkpoint with a lower learning rate, or set tiering.update_schedule to "
                 "deferred, which skips such a step"
             )
-        self._finals.append(unit.index)
+        self._update_order.append(unit.index)
         self._updated.add(unit)
         self._sums_sq += self._gradients.sums_sq(unit)
         self._update(unit, self._segments(unit, 1.0))
@@ -254,10 +256,10 @@ class Updates:
         if due is None:
             return self._gradients.all_come(addend.unit)
         complete = self._gradients.try_add(due)
-        return self._add_below(due) if complete is None else complete
+        return self._add_in_host_memory(due) if complete is None else complete
 
-    def _add_below(self, addend: Addend) -> bool:
-        """As `add`, for gradients that leave the device now."""
+    def _add_in_host_memory(self, addend: Addend) -> bool:
+        """As `add`, for gradients that are kept in host memory."""
         while (complete := self._gradients.try_add(addend)) is None:
             if not self._make_room(addend.unit):
                 raise CapacityError(
@@ -270,8 +272,8 @@ class Updates:
     def _make_room(self, unit: Unit) -> bool:
         """Free memory for the unit's gradients. Return False if there is none to free.
 
-        First try local means. An update of due units is taken by all ranks together, so it follows only if gradients
-        without an update use up the capacity, which then happens on all ranks alike.
+        First try what this rank can do alone: a spill, or a wait. All ranks must update due units together. So do that
+        only if open gradients use up the capacity, because this happens on all ranks alike.
         """
         if self._gradients.alone and self._update_due(least=1):
             return True
@@ -282,13 +284,13 @@ class Updates:
         if self._executor.awaits_updates:
             self._executor.drain()
             return True
-        return self._update_asked() or self._update_due(least=1) or self._update_early()
+        return self._update_voted() or self._update_due(least=1) or self._update_early()
 
     def _update_early(self) -> bool:
-        """Update a unit that still waits for gradients, which may never come (experts without a token).
+        """Update the parameters of a unit whose gradients have come, although some have not.
 
-        Each parameter's gradient comes once in a pass, so this part of the unit can be updated now and the other part
-        later.
+        The others may never come (experts without a token), or are applied by a second update. Each parameter's
+        gradient comes once in a pass, so no parameter is updated twice.
 
         Returns:
             False if no gradient is final yet.
@@ -326,7 +328,7 @@ class Updates:
     def _finish_step(self) -> StepOutcome:
         self._pipeline.prefer(begun=False)
         for addend in self._gradients.finish():
-            self._add_below(addend)
+            self._add_in_host_memory(addend)
         if self._schedule is UpdateSchedule.BACKWARD:
             self._all_final()
             norm, self._sums_sq = self._gradients.norm_of(self._sums_sq), []
@@ -352,14 +354,14 @@ class Updates:
         return StepOutcome(norm, skipped=False)
 
     def _await_gradients(self) -> None:
-        """Wait for the gradients as they come, and upload speculative updates that have ended."""
+        """Block until all gradients have arrived. Meanwhile, upload the results of speculative updates that end."""
         if self._executor.awaits_updates:
             for unit in reversed(self._gradients.units_with_gradients()):
                 self._gradients.sums_sq(unit)
                 self._executor.settle()
 
     def _update_all(self, scale: float) -> None:
-        """Update all units that have gradients. Commit speculative updates that have used the same rule; roll back the
+        """Update all units that have gradients. Commit speculative updates that used the same rules, and roll back the
         others."""
         units = self._executor.forward_order(self._gradients.units_with_gradients())
         segments = {unit: self._segments(unit, scale) for unit in units}
@@ -388,8 +390,8 @@ class Updates:
             self.steps[name] = self.steps.get(name, 0) + 1
 
     def _segments(self, unit: Unit, scale: float) -> tuple[Segment, ...]:
-        """Return runs of neighbouring parameters that have a gradient, the same group and the same step count, cut to
-        this rank's shard.
+        """Return the unit's update: runs of neighbouring parameters that have a gradient, the same group and the same
+        step count, cut to this rank's shard.
 
         A parameter without a gradient in this step is left alone, as torch does: no decay, no step.
         """

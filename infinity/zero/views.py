@@ -169,21 +169,24 @@ class UnitViews:
             "zero.GatheredParameters(..., modifier_rank=0), or with load_state_dict"
         )
 
-    def outdate(self, indices: Collection[int] | None = None) -> None:
-        """Hide the unit's values, or only those of these parameters, because they are stale.
+    def mark_stale(self, indices: Collection[int] | None = None) -> None:
+        """Hide stale values of the unit, or only of these parameters: the backward pass may still need the others.
 
-        The backward pass may still need the others.
+        For autograd this is an in-place change.
         """
         old = range(len(self._parameters)) if indices is None else sorted(indices)
-        self._cover(old)
+        self._hide(old)
         changed = [self._parameters[index] for index in old if index not in self._lent]
         torch.autograd.graph.increment_version(changed)
 
-    def cover(self) -> None:
-        """Hide the trained parameters: they may or may not be stale."""
-        self._cover([index for index, info in enumerate(self._infos) if info.trainable])
+    def hide_trained(self) -> None:
+        """Hide the trained parameters during a speculative update, which may be rolled back.
 
-    def _cover(self, indices: Sequence[int]) -> None:
+        For autograd nothing has changed.
+        """
+        self._hide([index for index, info in enumerate(self._infos) if info.trainable])
+
+    def _hide(self, indices: Sequence[int]) -> None:
         if self._shown is not False:
             self._look()
             self._set(indices, self._nothing())

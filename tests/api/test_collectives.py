@@ -255,7 +255,7 @@ def test_a_gather_that_failed_is_tried_again(gathering, rows, ranks) -> None:
 def test_a_unit_is_not_changed_while_it_is_unsharded_early(gathering, rows, ranks) -> None:
     """The gather may write old values until it is over."""
     gathering.enter(rows[0])
-    assert gathering.due([rows[1]]) is rows[1]
+    assert gathering.next_to_gather([rows[1]]) is rows[1]
     gathering.look_ahead(rows[1])
     assert ranks.waiting == ["unit 1"]
     gathering.changed(rows[1])
@@ -269,16 +269,16 @@ def test_several_are_unsharded_early_in_their_order_and_dropped_when_skipped(row
     gathering = Gathering(rows, ranks, 4 * 256, Counters(None), ahead_bytes=1 << 20)
     gathering.enter(rows[0])
     for unit in (1, 2):
-        assert gathering.due([rows[1], rows[2], rows[3]]) is rows[unit]
+        assert gathering.next_to_gather([rows[1], rows[2], rows[3]]) is rows[unit]
         gathering.look_ahead(rows[unit])
-    assert gathering.due([rows[1], rows[2], rows[3]]) is None
+    assert gathering.next_to_gather([rows[1], rows[2], rows[3]]) is None
     assert ranks.waiting == ["unit 1", "unit 2"]
     gathering.leave(rows[0], 1)
     gathering.enter(rows[2])  # the one between is not used
     assert ranks.waiting == []
     assert not gathering.is_whole(rows[1])
     assert gathering.is_whole(rows[2])
-    assert gathering.due([rows[3]]) is rows[3]
+    assert gathering.next_to_gather([rows[3]]) is rows[3]
     gathering.look_ahead(rows[3])
     gathering.enter(rows[1])  # nothing of what was expected
     assert not gathering.is_whole(rows[3])
@@ -290,16 +290,18 @@ def test_what_lies_behind_a_unit_that_is_let_go_first_is_gathered_behind_it(rows
     """So the order of what is ahead is that of the uses."""
     gathering = Gathering(rows, ranks, 16 * 256, Counters(None), ahead_bytes=1 << 20)
     gathering.enter(rows[0])
-    assert gathering.due([rows[1], rows[0], rows[2]]) is rows[1]
+    assert gathering.next_to_gather([rows[1], rows[0], rows[2]]) is rows[1]
     gathering.look_ahead(rows[1])
-    assert gathering.due([rows[1], rows[0], rows[2]]) is None, "unit 0 is in use, and let go before its next one"
-    assert gathering.due([rows[1], rows[1], rows[2]]) is rows[2], "unit 1 is kept from one use to the next"
-    assert gathering.due([rows[1], rows[2], rows[1]]) is rows[2]
+    assert gathering.next_to_gather([rows[1], rows[0], rows[2]]) is None, (
+        "unit 0 is in use, and let go before its next one"
+    )
+    assert gathering.next_to_gather([rows[1], rows[1], rows[2]]) is rows[2], "unit 1 is kept from one use to the next"
+    assert gathering.next_to_gather([rows[1], rows[2], rows[1]]) is rows[2]
     gathering.look_ahead(rows[2])
-    assert gathering.due([rows[1], rows[2], rows[1], rows[3]]) is None
+    assert gathering.next_to_gather([rows[1], rows[2], rows[1], rows[3]]) is None
     gathering.leave(rows[0], 1)
     gathering.enter(rows[1])
-    assert gathering.due([rows[1], rows[2], rows[3]]) is rows[3], "what is used again at once is not let go"
+    assert gathering.next_to_gather([rows[1], rows[2], rows[3]]) is rows[3], "what is used again at once is not let go"
 
 
 class Block(nn.Module):

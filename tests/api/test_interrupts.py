@@ -373,10 +373,10 @@ def test_an_interrupted_zero_grad_leaves_no_part_of_the_gradients(tmp_path, monk
 
 def test_an_interrupt_before_stale_copies_are_dropped_stops_the_engine(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Foresight, "runs_ahead", True)
-    spill_ahead, left = Executor._spill_ahead, [KeyboardInterrupt()]
+    spill_returned, left = Executor._spill_returned, [KeyboardInterrupt()]
 
     def interrupted(executor: Executor) -> None:
-        spill_ahead(executor)
+        spill_returned(executor)
         if left:
             raise left.pop()
 
@@ -384,7 +384,7 @@ def test_an_interrupt_before_stale_copies_are_dropped_stops_the_engine(tmp_path,
         one_step(engine, AT)
         engine.backward(engine(data(AT + 1, 0)))
         assert engine._runtime.executor._in_flight.ahead
-        monkeypatch.setattr(Executor, "_spill_ahead", interrupted)
+        monkeypatch.setattr(Executor, "_spill_returned", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.zero_grad()
         with pytest.raises(infinity.InfinityError, match="has stopped after an error"):

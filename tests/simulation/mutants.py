@@ -528,7 +528,7 @@ _add("gathered_once", "a unit that was updated is not gathered again", (Gatherin
 
 @_mutant("a rank gathers ahead only what its memory has", Rank, "_look_ahead")
 def _gathers_by_memory(self: Rank) -> None:
-    while (row := self._gathering.due([self.rows[unit] for unit in self.cycle.upcoming])) is not None:
+    while (row := self._gathering.next_to_gather([self.rows[unit] for unit in self.cycle.upcoming])) is not None:
         if row.residency is _STORED:
             return
         self._pin(row)
