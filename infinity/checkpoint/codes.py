@@ -73,7 +73,9 @@ def check_codes(path: Path, manifest: Manifest, values: Codes, *, all_of_them: b
     """
     saved = code_params(manifest.tensors)
     for name in saved.keys() - values.keys():
-        raise CheckpointError(f"{path} has a parameter {name} of {saved[name].torch_dtype}, which the model has not")
+        raise CheckpointError(
+            f"{path} has a parameter {name} of {saved[name].torch_dtype}, which the model does not have"
+        )
     kept = []
     for name, value in values.items():
         if name not in saved:

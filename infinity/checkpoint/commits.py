@@ -278,8 +278,8 @@ class Commits:
             raise CheckpointError(f"{path} is damaged: its `code_sums` are a {type(saved).__name__}")
         name = min((name for name in here.keys() | saved.keys() if here.get(name) != saved.get(name)), key=str)
         raise CheckpointError(
-            f"parameter `{name}` has other codes than the run of {path} was trained with, which a step does not keep: "
-            "build the model with the same ones"
+            f"parameter `{name}` has other codes than the run of {path} had, and a committed step does not contain "
+            "codes: build the model with the same ones"
         )
 
     def end(self) -> None:
@@ -316,7 +316,7 @@ def _read(path: Path, content: bytes) -> dict[str, Any]:
     try:
         found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever unpickling objects to
-        raise CheckpointError(f"what came with the step of {path} cannot be loaded: {error}") from error
+        raise CheckpointError(f"the schedule and counters of the step in {path} cannot be loaded: {error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is damaged: what came with its step is a {type(found).__name__}")
     return found

@@ -89,7 +89,7 @@ def export_dcp(source: Path, target: Path, *, tag: str | None = None) -> Path:
     manifest = verify(source, tag)
     if manifest.layout.moment_fields != layout_with_moments("fp32", *manifest.moments).moment_fields:
         raise CheckpointError(
-            f"{path} has moments of format {manifest.state_format}: bring them to float32 first, by "
+            f"{path} has moments of format {manifest.state_format}: convert them to float32 first, with "
             "`infinity checkpoint reshard --state-format fp32`"
         )
     if target.is_dir() and any(target.iterdir()):
@@ -318,7 +318,7 @@ def _check_covered(path: Path, key: str, found: TensorStorageMetadata) -> None:
         for offsets, sizes in boxes
     )
     if not within or not _tile(boxes, (0,) * len(size), size):
-        raise CheckpointError(f"{path / METADATA} is damaged: the chunks of {key} are not all of it, each part once")
+        raise CheckpointError(f"{path / METADATA} is damaged: the chunks of {key} do not cover it exactly once")
 
 
 def _tile(boxes: Sequence[_Box], start: tuple[int, ...], size: tuple[int, ...], axis: int = 0) -> bool:
@@ -464,7 +464,7 @@ class _Incoming:
             if of_model and all(f"{prefix}{name}" in self._metadata for name in names):
                 return prefix
         raise CheckpointError(
-            f"{self._path / METADATA} has states of {first} and of others, and not the parameters themselves"
+            f"{self._path / METADATA} has optimizer states of {first} and others, but not these parameters"
         )
 
     def _params(

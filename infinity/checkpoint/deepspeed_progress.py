@@ -133,7 +133,7 @@ def _decoupled(config: Mapping[str, Any]) -> bool | None:
     try:
         kind, values = kind_from_config(section["type"], mode)
     except ConfigError as error:
-        raise CheckpointError(f"its states are of an optimizer that the engine has not: {error}") from error
+        raise CheckpointError(f"its states are of an optimizer that the engine does not have: {error}") from error
     return bool(values["decoupled"]) if kind is ADAM else None
 
 

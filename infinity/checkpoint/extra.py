@@ -157,7 +157,8 @@ def apply_extra(
         raise
     except Exception as error:  # whatever a schedule or torch makes of values of another kind
         raise CheckpointError(
-            f"{path}: what came with its tensors does not fit this run: {type(error).__name__}: {error}"
+            f"{path}: its schedule, buffers, loss scale or random state does not fit this run: {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 
@@ -230,8 +231,8 @@ def _check_buffers(path: Path, saved: Mapping[str, Any], module: nn.Module) -> N
     buffers = persistent_buffers(module)
     if saved.keys() != buffers.keys():
         name = min(saved.keys() ^ buffers.keys())
-        side = "the model has not" if name in saved else "the checkpoint has not"
-        raise CheckpointError(f"{path}: buffer {name} is one that {side}; it is of another model")
+        side = "the model" if name in saved else "the checkpoint"
+        raise CheckpointError(f"{path} is of another model: {side} has no buffer {name}")
     for name, value in saved.items():
         if not isinstance(value, torch.Tensor) or value.shape != buffers[name].shape:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__

@@ -100,7 +100,7 @@ def _check_weights(path: Path, manifest: Manifest, runtime: Runtime, *, all_of_t
             "%s has no `%s` and %d other frozen parameters, which keep their values", path, kept[0], len(kept) - 1
         )
     for name in saved.keys() - {info.name for info in infos}:
-        raise CheckpointError(f"{path} has a parameter {name}, which the model has not: it is of another model")
+        raise CheckpointError(f"{path} has a parameter {name}, which the model does not have: it is of another model")
 
 
 def _names(moments: tuple[str | None, str | None]) -> str:

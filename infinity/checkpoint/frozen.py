@@ -87,7 +87,7 @@ class FrozenShards:
         try:
             for start in range(trained_numel(shard.unit, self._runtime), spec.shard_numel, most):
                 if self._given_up.is_set():
-                    raise CheckpointError("the save was given up")
+                    raise CheckpointError("the save was cancelled")
                 shard.append(start, read(start, min(most, spec.shard_numel - start), into), {})
         except BaseException:
             shard.abandon()

@@ -185,7 +185,7 @@ def _check_names(path: Path, stored: Collection[str], model: nn.Module) -> None:
     named = {name for name, _ in model.named_parameters()}
     kind, stored = type(model).__name__, set(stored)
     problems = [f"it has no parameter `{name}`, which {kind} has" for name in sorted(named - stored)]
-    problems += [f"it has a parameter `{name}`, which {kind} has not" for name in sorted(stored - named)]
+    problems += [f"it has a parameter `{name}`, which {kind} does not have" for name in sorted(stored - named)]
     if problems:
         raise CheckpointError(f"{path} is the checkpoint of another model ({len(problems)} differences): {problems[0]}")
 

@@ -117,7 +117,7 @@ def _entries(directory: Path) -> dict[str, TensorEntry]:
         headers[name] = read_header(directory / name)
     for key, name in files.items():
         if key not in headers[name]:
-            raise CheckpointError(f"{index} says that {name} has tensor {key}, but it has not")
+            raise CheckpointError(f"{index} says that {name} has tensor {key}, but it does not")
     return {key: headers[name][key] for key, name in files.items()}
 
 
@@ -158,8 +158,9 @@ def _check(
     if missing and unknown:
         raise ConfigError(
             f"{directory} has no values for parameter {missing[0]} ({len(missing)} such), but has tensor {unknown[0]} "
-            f"({len(unknown)} such), which the model has not: they are of another architecture, or stored under names "
-            "that transformers changes while it loads. Load the model in memory and pass it to infinity.initialize"
+            f"({len(unknown)} such), which the model does not have: they are of another architecture, or stored under "
+            "names that transformers changes while it loads. Load the model in memory and pass it to "
+            "infinity.initialize"
         )
     if unknown:
         _log.warning("%s has tensors that the model does not use, such as %s", directory, unknown[0])

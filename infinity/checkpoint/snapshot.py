@@ -107,7 +107,7 @@ class Snapshot:
         if self._runtime.pipeline.before_update == self._before_update:
             self._runtime.pipeline.before_update = None
         with self._lock:
-            self._failure = self._failure or CheckpointError("the save was given up")
+            self._failure = self._failure or CheckpointError("the save was cancelled")
             for one in self._units.values():
                 if one.flushed is None:
                     one.shard.abandon()
@@ -157,8 +157,8 @@ class Snapshot:
             names = ", ".join(info.name for info in unit.params[:3])
             raise CheckpointError(
                 f"parameters of unit `{unit.name}` ({names}...) were written by the training loop after "
-                "save_checkpoint(blocking=False) and before it had saved them: call engine.wait_checkpoint() before "
-                "they are written to"
+                "save_checkpoint(blocking=False), before the save had read them: call engine.wait_checkpoint() "
+                "before you change them"
             )
 
 

@@ -214,8 +214,8 @@ def _check_there(path: Path) -> None:
     if found is not None and not os.path.lexists(path):
         raise CheckpointError(
             f"{path} cannot be read: No such file or directory. Rank {int(found[1])} of the run that saved the "
-            "checkpoint wrote it, maybe into a directory of its own machine: copy it here, or load where that "
-            "rank's machine holds the same rank"
+            "checkpoint wrote it, maybe into a directory of its own machine: copy it here, or start this rank on that "
+            "machine"
         )
 
 

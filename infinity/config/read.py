@@ -106,4 +106,4 @@ def check_values(values: Any, path: str = "", level: int = 0) -> None:
         for index, value in enumerate(values):
             check_values(value, f"{path}.{index}", level + 1)
     elif isinstance(values, int) and values.bit_length() > 1024:  # repr and float refuse it
-        raise ConfigError(f"{path} is a number of more than 300 digits; write one that something can have")
+        raise ConfigError(f"{path} is a number of more than 300 digits; write a smaller one")

@@ -315,9 +315,9 @@ def _tiering(
         )
     if tiering.crash_consistent and "nvme" not in (params.device, states.device):
         raise ConfigError(
-            "tiering.crash_consistent keeps every step on the drives, but nothing lives there: set "
-            "zero_optimization.offload_optimizer.device to nvme (what host_memory has room for stays there, and is "
-            "written through), or leave crash_consistent out and save checkpoints"
+            "tiering.crash_consistent keeps every step on the drives, but no states are assigned to them: set "
+            "zero_optimization.offload_optimizer.device to nvme (states that fit in host_memory stay in memory, and "
+            "each step also writes them to the drive), or leave crash_consistent out and save checkpoints"
         )
     return TieringConfig(
         device_memory_bytes=tiering.device_memory,

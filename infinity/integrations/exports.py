@@ -107,8 +107,8 @@ def _check_untied(model: nn.Module) -> None:
         if uses[id(param)] > 1 and (".base_layer." in name or ".original_module." in name):
             raise ConfigError(
                 f"`{name_before_wrapping(name)}` is tied to another parameter and has an adapter, or a trained copy, "
-                "which that one has not: they cannot be merged. Save the adapter by itself (save_adapters), or untie "
-                "them (tie_word_embeddings=False)"
+                "which that one does not have: they cannot be merged. Save the adapter by itself (save_adapters), or "
+                "untie them (tie_word_embeddings=False)"
             )
 
 

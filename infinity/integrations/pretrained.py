@@ -192,7 +192,9 @@ def _class_of(path: Path, architecture: PretrainedConfig) -> Any:
         found = getattr(transformers, name, None)
         if found is not None:
             return found
-    raise ConfigError(f"{path} names the architecture {names or None}, which transformers has not: give model_class")
+    raise ConfigError(
+        f"{path} names the architecture {names or None}, which transformers does not have: give model_class"
+    )
 
 
 def _build(architecture: PretrainedConfig, model_class: Any) -> nn.Module:

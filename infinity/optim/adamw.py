@@ -192,7 +192,7 @@ class AdamW(torch.optim.Optimizer):
         for dtype, members in by_dtype.items():
             lossy = self._state_format in ("bf16", "int8") and dtype == torch.bfloat16
             if self._state_format != "auto" and not lossy and self._state_format != _FORMAT_OF[dtype]:
-                raise ConfigError(f"state_format {self._state_format!r} does not serve {dtype} parameters; use 'auto'")
+                raise ConfigError(f"state_format {self._state_format!r} does not fit {dtype} parameters; use 'auto'")
             name = self._state_format if lossy else _FORMAT_OF[dtype]
             home = StatesHome(members, name, self._nvme_path)
             self._placed.update((parameter, (home, unit)) for unit, parameter in enumerate(members))

@@ -331,9 +331,11 @@ class UpdatePipeline:
             if ticket is not None:
                 self._advance(ticket)
         for ticket in tuple(self._queue.updates):
-            self._end(ticket, InfinityError("the process ends before this update is done; close the engine first"))
+            self._end(
+                ticket, InfinityError("the process exits while updates are queued: call engine.close() before it ends")
+            )
         for _, done in self._errands:
-            done.set_exception(InfinityError("the engine was closed before an update was undone"))
+            done.set_exception(InfinityError("the engine was closed while an update was being rolled back"))
 
     def _has_work(self) -> bool:
         """Block until there is work. Return False if the pipeline is closing and no work is left."""

@@ -184,8 +184,8 @@ class Rules:
         if self.params.home is Memory.NVME:
             return ""
         return (
-            "the weights are to be used where they lie, but parameters stay in memory: set stage to 3 and "
-            "zero_optimization.offload_param.device to nvme, or read them with in_place=False"
+            "weights cannot be read in place, because this configuration keeps parameters in memory: set "
+            'zero_optimization.stage to 3 and zero_optimization.offload_param.device to "nvme", or pass in_place=False'
         )
 
     def no_sync_problem(self) -> str:

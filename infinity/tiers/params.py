@@ -280,8 +280,8 @@ class Params:
         """
         if each.home is Memory.FILE:
             raise InfinityError(
-                f"unit `{each.spec.name}` is used where it lies in {each.spec.runs[0].file.path.parent}, which is "
-                "never written: to change frozen parameters, read them with in_place=False"
+                f"unit `{each.spec.name}` is read in place from {each.spec.runs[0].file.path.parent}, which is never "
+                "written: to change frozen parameters, read them with in_place=False"
             )
         each.sent = 0
         return each.field.begin_write(each.site)

@@ -66,8 +66,8 @@ class WeightFile:
         if now != self:
             raise StorageError(
                 errno.ESTALE,
-                "these weights have changed since their header was read, and are used where they lie: start anew with "
-                "files that nobody writes, or read them with in_place=False",
+                "these weights have changed since their header was read, and are read in place: start again with files "
+                "that no program writes, or read them with in_place=False",
                 str(self.path),
                 0,
             )
@@ -204,7 +204,7 @@ class _Opened:
             if ALIGN_BYTES % self._io.alignment:
                 raise StorageError(
                     errno.EINVAL,
-                    f"this drive moves blocks of {self._io.alignment} bytes, and weights are read where they lie in "
+                    f"this drive moves blocks of {self._io.alignment} bytes, and weights are read in place in "
                     f"blocks of {ALIGN_BYTES}: read them with in_place=False",
                     str(file.path),
                     0,

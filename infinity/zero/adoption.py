@@ -73,9 +73,9 @@ def _record(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> Recor
         return record
     step = record.generations[0].state["counters"]["global_steps"]
     raise CheckpointError(
-        f"{directories[0]} has the states of run {record.run} at step {step}, which is not the one that is started "
-        f"({difference}). To go on from there, give what it had; a checkpoint can be loaded into another "
-        f"configuration; `infinity states remove {directories[0]}` removes these states"
+        f"{directories[0]} has step {step} of run {record.run}, which differs from this run: {difference}. To continue "
+        "that run, start it with its configuration, model and number of ranks; or load a checkpoint, and remove "
+        f"these states (`infinity states remove {directories[0]}`)"
     )
 
 
@@ -90,8 +90,8 @@ def _agreed(told: Sequence[_Told | None], directory: Path) -> int | None:
         missing = next(rank for rank, each in enumerate(told) if each is None)
         rank, each = next(iter(having.items()))
         raise CheckpointError(
-            f"rank {missing} has no record of run {each.run}, which rank {rank} has in {directory}: each rank goes on "
-            "from its own drives, on the machine that it ran on; or go on from a checkpoint and remove these states "
+            f"rank {missing} has no record of run {each.run}, which rank {rank} has in {directory}: start each "
+            "rank on the machine whose drives it used; or continue from a checkpoint, and remove these states "
             "(infinity states remove)"
         )
     runs = sorted({each.run for each in having.values()})

@@ -106,7 +106,9 @@ def agree(ranks: Ranks, topics: Mapping[str, Facts]) -> None:
         if facts[topic] != held[0][topic]
     ]
     more = f" ({len(found) - 3} more such)" if len(found) > 3 else ""
-    raise ConfigError(f"all ranks must be given the same, but {'; '.join(found[:3])}{more}")
+    raise ConfigError(
+        f"all ranks must be given the same configuration, model and optimizer, but {'; '.join(found[:3])}{more}"
+    )
 
 
 def tell_of_machines(ranks: Ranks, config: Config) -> None:
@@ -115,8 +117,8 @@ def tell_of_machines(ranks: Ranks, config: Config) -> None:
     differing = next((rank for rank, own in enumerate(budgets) if own != budgets[0]), None)
     if ranks.rank == 0 and differing is not None:
         _log.warning(
-            "rank %d has budgets of its own: host memory %s and device memory %s, where rank 0 has %s and %s; what "
-            "all must do alike follows from the smallest",
+            "rank %d has budgets of its own: host memory %s and device memory %s, where rank 0 has %s and %s; "
+            "decisions that all ranks share follow from the smallest",
             differing,
             *(format_size(size) if size is not None else "auto" for size in (*budgets[differing], *budgets[0])),
         )
@@ -136,8 +138,8 @@ def _tell_of_shared_drive(ranks: Ranks, path: Path) -> None:
         if machines[rank] != machines[leader]:
             if ranks.rank == 0:
                 _log.warning(
-                    "%s is one directory for ranks %d and %d, which are on two machines: swap files belong on a drive "
-                    "of each machine's own, since what all read and write at once over a network is slow",
+                    "%s is one directory for ranks %d and %d, which are on two machines: put swap files on a drive of "
+                    "each machine, because a network file system is slow if all machines use it at once",
                     path,
                     leader,
                     rank,
@@ -150,7 +152,7 @@ def _difference(here: Facts, first: Facts) -> str:
         if name not in here:
             return f"it has no {name}, which rank 0 has"
         if name not in first:
-            return f"it has {name}, which rank 0 has not"
+            return f"it has {name}, which rank 0 does not have"
         if here[name] != first[name]:
             return f"{name} is {here[name]!r} and {first[name]!r} on rank 0"
     return "the order of its values"

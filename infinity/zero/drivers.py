@@ -36,7 +36,7 @@ def loss_of(outputs: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = "the model's output" if loss_fn is None else "what loss_fn returns"
         raise InfinityError(
-            f"train_batch needs a loss, one number that has a gradient, and {what} is none: give loss_fn"
+            f"train_batch needs a scalar loss that requires a gradient, but {what} is not one: give loss_fn"
         )
     return loss
 

@@ -297,7 +297,9 @@ class Gradients:
     @staticmethod
     def _have_freed(unit: Unit, free: Callable[[Unit], bool]) -> None:
         if not free(unit):
-            raise InfinityError("there is no room to look at gradients: raise tiering.host_memory (or device_memory)")
+            raise InfinityError(
+                "there is no memory to read gradients into: raise tiering.host_memory (or device_memory)"
+            )
 
     def check_reduced(self) -> None:
         """Check that all gradients can be read.
@@ -308,7 +310,7 @@ class Gradients:
         if self.source.waits:
             raise InfinityError(
                 "gradients are not reduced over the ranks before the last micro-batch's backward, at stages 0 and 1 "
-                "and with communication.shard_size: look at them after that, before step()"
+                "and with communication.shard_size: read them after it, before step()"
             )
 
     def remeasure(self, unit: Unit) -> None:

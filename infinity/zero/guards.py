@@ -246,8 +246,8 @@ class Guards:
             return
         change = f"{_form(probe)} to {_form(result)}" if _form(probe) != _form(result) else "memory of their own"
         raise InfinityError(
-            f"`{places[0].info.name}` and what else is converted here ({change}) lives in the tiers: convert the model "
-            "before initialize (.to, .half, .share_memory and their like), or a copy of it (copy.deepcopy)"
+            f"`{places[0].info.name}`, like all that this call converts ({change}), lives in the tiers: convert the "
+            "model before initialize (.to, .half, .share_memory and similar calls), or convert a copy.deepcopy of it"
         )
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -287,7 +287,8 @@ class _Shape:
                 )
             if id(param) not in self._known and param.requires_grad:
                 raise InfinityError(
-                    f"parameter `{path}{key}` has come after initialize, so nothing would train it: add it before"
+                    f"parameter `{path}{key}` has come after initialize, so nothing would train it: add it "
+                    "before initialize"
                 )
             if id(param) not in self._may_train and not (id(param) in self._known and self._known[id(param)][1]):
                 self._frozen.append((path + key, param))
@@ -316,8 +317,9 @@ class _Shape:
         for key, param in before.items():
             if param in self._known and id(now.get(key)) != param:
                 raise InfinityError(
-                    f"parameter `{path}{key}` was replaced, tied to another or removed after initialize, which has the "
-                    "one before: do it before initialize, and change values with load_state_dict or GatheredParameters"
+                    f"parameter `{path}{key}` was replaced, tied to another or removed after initialize, and the "
+                    "engine still has the old one: do this before initialize, or change values with load_state_dict or "
+                    "GatheredParameters"
                 )
 
 
@@ -427,7 +429,7 @@ class _Seam:
         if metadata.get("assign_to_params_buffers"):
             raise InfinityError(
                 "load_state_dict(assign=True) would put other parameters into the model than those that the engine "
-                "has: leave assign out, and values are copied to where they live"
+                "has: leave assign out; the values are then copied into the tiers"
             )
         guards.begin_loading(module)
 

@@ -121,8 +121,7 @@ class InitialValues:
         facts = [(n, t.file.path.name, t.file.size, t.start, t.nbytes, str(t.dtype)) for n, t in found.items()]
         if any(others != facts for others in ranks.of_all(facts)):
             raise InfinityError(
-                "the ranks read different weights, which they are to use where they lie: give all of them one "
-                "directory, or copies of one"
+                "the ranks read different weights in place: give all of them the same directory, or copies of it"
             )
         return found
 

@@ -85,7 +85,7 @@ def apply_leaf_modules(model: nn.Module, named: LeafModules) -> None:
     _mark((module for _, members in found for module in members), True)
     unknown = [name for name, members in found if not members and name not in named.classes]
     if unknown:
-        _log.warning("zero_optimization.leaf_module names modules that the model has not: %s", unknown)
+        _log.warning("zero_optimization.leaf_module names modules that the model does not have: %s", unknown)
 
 
 def called_leaves(model: nn.Module, named: LeafModules) -> frozenset[nn.Module]:

@@ -209,7 +209,7 @@ class Meeting:
             if self.processes[rank].has_ended and (but_at is None or not self._is_at(but_at, rank)):
                 raise RankError(
                     f"rank {self._rank} of {self._size}: rank {rank} (process {self.processes[rank].pid}) has ended; "
-                    "what it said last is the message to look at"
+                    "the cause is in the last message of its log"
                 )
 
     def _progress(self, rank: int) -> int:

@@ -301,12 +301,12 @@ def _layout_in_files(
         if tensor.dtype is not dtype:
             here, there = (str(each).removeprefix("torch.") for each in (dtype, tensor.dtype))
             raise ConfigError(
-                f"`{member}` cannot be used where it lies: {tensor.file.path} has it in {there}, and the model "
+                f"`{member}` cannot be read in place: {tensor.file.path} has it in {there}, and the model "
                 f"computes in {here}. Store the weights in {here}, or read them with in_place=False"
             )
         if tensor.start % itemsize or tensor.nbytes != param.numel() * itemsize:
             raise ConfigError(
-                f"`{member}` cannot be used where it lies: {tensor.file.path} has {tensor.nbytes} bytes of it from "
+                f"`{member}` cannot be read in place: {tensor.file.path} has {tensor.nbytes} bytes of it from "
                 f"byte {tensor.start}, and the model wants {param.numel()} elements of {itemsize}. Read the weights "
                 "with in_place=False"
             )

@@ -161,8 +161,8 @@ class Ranks:
         group, host = made[tuple(chosen)]
         if dist.get_process_group_ranks(group) != chosen:  # torch sorts them
             raise RankError(
-                f"the process group has its ranks in the order {everyone}, in which {what} cannot be told apart: give "
-                "initialize a group whose ranks ascend, or leave communication.shard_size out"
+                f"communication.shard_size forms {what} from neighbouring ranks, but the process group has its ranks "
+                f"in the order {everyone}: give initialize a group whose ranks ascend, or leave shard_size out"
             )
         called = f"{self.rank} of {self.size}, among {what}"
         return replace(
@@ -378,7 +378,7 @@ class Ranks:
                 cause = None if meeting is None else _soon(meeting.lonely) or meeting.watch.missing()
                 raise RankError(
                     f"rank {here}: {what} failed, because another rank has died or does not answer; "
-                    f"{cause or 'its own message is the one to look at'}. ({str(error).splitlines()[0]})"
+                    f"{cause or 'the cause is in the log of that rank'}. ({str(error).splitlines()[0]})"
                 ) from error
 
 

@@ -372,7 +372,7 @@ def _format(config: Config) -> str:
         return fitting[0]
     if asked not in fitting:
         choices = ", ".join(fitting)
-        raise ConfigError(f"tiering.state_format {asked!r} does not serve {config.precision}; use {choices} or auto")
+        raise ConfigError(f"tiering.state_format {asked!r} does not fit {config.precision}; use {choices} or auto")
     return asked
 
 

@@ -167,7 +167,10 @@ class Step:
         """
         self.check_boundary("engine.compile()")
         if self.layer_major is not None:
-            raise InfinityError("engine.compile(): compile the blocks before initialize where they run layer-major")
+            raise InfinityError(
+                'engine.compile() is not possible with tiering.accumulation "layer": compile the blocks before '
+                "initialize"
+            )
         blocks = [model.get_submodule(name) for name in self._runtime.partition.blocks or ("",)]
         for block in blocks:
             block.compile(**how)
@@ -199,11 +202,11 @@ class Step:
             InfinityError: the engine is closed, poisoned, or in the middle of a backward pass.
         """
         if self.phase is Phase.CLOSED:
-            raise InfinityError("the engine is closed")
+            raise InfinityError("the engine is closed: infinity.initialize makes another one")
         if self.in_backward_now:
             raise InfinityError(
-                "the engine is in the middle of a backward pass, and was asked for something that comes before it or "
-                "after it, such as gathering parameters: inside of a backward pass they have their values"
+                "the engine is in the middle of a backward pass: make this call before or after it. Inside the pass, "
+                "read the parameters of the running module directly; they need no gathering"
             )
         if self._open is not None:
             self.abort()
@@ -484,7 +487,7 @@ class Step:
         if self.updates.under_way and self._began_with != self._optimizer.rules():
             raise InfinityError(
                 "the optimizer's hyper-parameters (param_groups) were changed between backward and step(), but under "
-                'tiering.update_schedule "backward" the updates have begun with those before: change them after '
+                'tiering.update_schedule "backward" the updates have used the earlier values: change them after '
                 'step(), or set the schedule to "deferred"'
             )
         counted = self.counter.after_micro_batch()

@@ -161,12 +161,12 @@ class UnitViews:
         if lies.shape != known.shape:
             return (
                 f"`{known.name}`.data was set to a tensor of shape {tuple(lies.shape)}, but its states are of "
-                f"{tuple(known.shape)}, and it is as it was: change the model before initialize"
+                f"{tuple(known.shape)}. The parameter keeps its shape and values: change the model before initialize"
             )
         return (
-            f"`{known.name}`.data was {what} while the parameter's values are in their tier, or about to be updated, "
-            "so that nothing would use it, and is as it was: change it in "
-            "zero.GatheredParameters(..., modifier_rank=0), or with load_state_dict"
+            f"`{known.name}`.data was {what} while the parameter's values are in their tier, or about to be "
+            "updated. The change has no effect: make it in zero.GatheredParameters(..., modifier_rank=0), or with "
+            "load_state_dict"
         )
 
     def mark_stale(self, indices: Collection[int] | None = None) -> None:

@@ -292,9 +292,7 @@ def test_what_lies_behind_a_unit_that_is_let_go_first_is_gathered_behind_it(rows
     gathering.enter(rows[0])
     assert gathering.next_to_gather([rows[1], rows[0], rows[2]]) is rows[1]
     gathering.look_ahead(rows[1])
-    assert gathering.next_to_gather([rows[1], rows[0], rows[2]]) is None, (
-        "unit 0 is resharded before its next use"
-    )
+    assert gathering.next_to_gather([rows[1], rows[0], rows[2]]) is None, "unit 0 is resharded before its next use"
     assert gathering.next_to_gather([rows[1], rows[1], rows[2]]) is rows[2], "unit 1 is kept from one use to the next"
     assert gathering.next_to_gather([rows[1], rows[2], rows[1]]) is rows[2]
     gathering.look_ahead(rows[2])

@@ -57,7 +57,7 @@ CASES: list[tuple[Callable[[], Arguments], str]] = [
     (with_model(nn.Linear(WIDTH, WIDTH)), "it has no parameter `1.weight`, which rank 0 has"),
     (
         with_model(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU()),
-        "it has module `2`, which rank 0 has not",
+        "it has module `2`, which rank 0 does not have",
     ),
     (double, "parameter `0.weight` is float64"),
 ]

@@ -129,7 +129,7 @@ def test_the_configuration_names_them(caplog) -> None:
     model = Mixture()
     with caplog.at_level(logging.WARNING), infinity.initialize(model, config)[0]:
         assert get_z3_leaf_modules(model) == [model.moe]
-    assert "names modules that the model has not: ['nowhere']" in caplog.text
+    assert "names modules that the model does not have: ['nowhere']" in caplog.text
     config["zero_optimization"]["leaf_module"] = {"classes": [3]}
     with pytest.raises(infinity.ConfigError, match=r"zero_optimization\.leaf_module\.classes.*a list of names"):
         infinity.initialize(Mixture(), config)

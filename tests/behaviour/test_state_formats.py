@@ -70,5 +70,5 @@ def test_a_checkpoint_of_one_format_loads_into_another(tmp_path) -> None:
 def test_a_format_that_does_not_serve_the_precision_is_refused(precision, state_format) -> None:
     config = Recipe(precision).config(Placement())
     config["tiering"]["state_format"] = state_format
-    with pytest.raises(infinity.ConfigError, match=f"state_format '{state_format}' does not serve {precision}"):
+    with pytest.raises(infinity.ConfigError, match=f"state_format '{state_format}' does not fit {precision}"):
         infinity.initialize(model=tiny_llama(), config=config)

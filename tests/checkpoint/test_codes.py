@@ -112,7 +112,7 @@ def test_codes_of_another_model_are_refused(tmp_path) -> None:
         engine.load_checkpoint(tmp_path / "whole")
     with (
         engine_of(WithoutMask(1), "cpu", tmp_path) as engine,
-        pytest.raises(CheckpointError, match=r"has a parameter mask of torch\.bool, which the model has not"),
+        pytest.raises(CheckpointError, match=r"has a parameter mask of torch\.bool, which the model does not have"),
     ):
         engine.load_checkpoint(tmp_path / "whole", load_module_only=True, strict_model=False)
 

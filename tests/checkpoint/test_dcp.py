@@ -206,7 +206,7 @@ def test_chunks_that_are_not_all_of_a_tensor_are_refused(change, saved, tmp_path
     else:
         chunk.offsets = torch.Size((1, 0))
     (path / ".metadata").write_bytes(pickle.dumps(found))
-    with pytest.raises(infinity.CheckpointError, match=f"chunks of {key} are not all of it"):
+    with pytest.raises(infinity.CheckpointError, match=f"chunks of {key} do not cover it exactly once"):
         import_dcp(path, tmp_path / "new")
 
 

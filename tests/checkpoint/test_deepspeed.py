@@ -269,7 +269,7 @@ def _of_another_step(content: dict[str, Any]) -> None:
     ("name", "file", "change", "message"),
     [
         ("stage3-fp32-2", "*rank_1_*optim*", _cut, "its slices of all parameters are"),
-        ("stage1-bf16-2", "*model*", _of_lamb, "of an optimizer that the engine has not"),
+        ("stage1-bf16-2", "*model*", _of_lamb, "of an optimizer that the engine does not have"),
         ("stage1-bf16-2", "*model*", _swapped, "its files are not of one checkpoint"),
         ("stage1-bf16-2", "*optim*", _with_amsgrad, "max_exp_avg_sq"),
         ("stage3-fp32-2", "zero_pp_rank_1_*model*", _of_another_step, "files of several steps"),

@@ -111,7 +111,7 @@ def test_a_look_that_has_no_room_loses_no_sum() -> None:
             gradients = engine._step.gradients
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(gradients, "try_add", lambda addend: None)
-                with pytest.raises(infinity.InfinityError, match="no room to look at gradients"):
+                with pytest.raises(infinity.InfinityError, match="no memory to read gradients into"):
                     look(engine, 0, 0)
 
     ours = train_experts(target.DEVICE, "auto", look_in_vain)

@@ -236,7 +236,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         infinity.optim.AdamW(parameters, offload="nvme")
     with pytest.raises(ConfigError, match="choose 'cpu' or 'nvme'"):
         infinity.optim.AdamW(parameters, offload="disk")
-    with pytest.raises(ConfigError, match="does not serve"):
+    with pytest.raises(ConfigError, match="does not fit"):
         infinity.optim.AdamW(parameters, state_format="int8")
     with pytest.raises(ConfigError, match="Invalid learning rate: -1"):
         infinity.optim.AdamW(parameters, lr=-1.0)

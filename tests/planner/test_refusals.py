@@ -37,8 +37,8 @@ TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "kept, with states in memory": ({**KEPT, "offload_optimizer.device": "none"}, "", ""),
     "kept, with nothing on drives": (
         {**KEPT, "offload_optimizer.device": "cpu", "offload_param.device": "cpu"},
-        "nothing lives there",
-        "nothing lives there",
+        "no states are assigned to them",
+        "no states are assigned to them",
     ),
     "past the host": (GDS, "", ""),
     "past the host, with checksums": ({**GDS, "tiering.checksum": True}, "use_gds reads past the host", ""),
@@ -67,7 +67,7 @@ TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
         "the loss is scaled for fp16",
         "the loss is scaled for fp16",
     ),
-    "another precision's format": ({"tiering.state_format": "split"}, "does not serve fp32", "does not serve fp32"),
+    "another precision's format": ({"tiering.state_format": "split"}, "does not fit fp32", "does not fit fp32"),
     "layer by layer": ({**SUMS, "tiering.accumulation": "layer"}, "", ""),
     "Lion": ({"optimizer": {"type": "Lion", "params": {}}}, "", ""),
     "no such optimizer": (
