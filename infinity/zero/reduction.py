@@ -3,16 +3,19 @@
 [Note: when gradients are reduced]
 A unit's gradients of one backward pass are collected in a flat tensor on the compute device. When backward leaves the
 unit's module, they are reduced during the backward of the next one, see [Note: one order on all ranks] in
-reduction_order.py. Units of no such module, or of several (the small parameters that stay, tied ones), follow once, at
-the end of the pass. Ranks may differ in which parameters have a gradient (experts without a token, parts of the model
-that a rank's batch does not need), so flags for this are exchanged: for all units in one exchange at the end of the
-pass, or, if updates begin within the pass and need them, for each unit beside its gradients. At stages 0 and 1
-gradients are summed over the micro-batches first and reduced in the last one's backward; at stages 2 and 3 in every
-one's. Gradients of layer-major micro-batches are summed first at every stage, and reduced when all micro-batches have
-left the module.
+reduction_order.py. Units that belong to several modules, or to none (tied parameters, small parameters that stay in
+memory), are reduced once, at the end of the pass.
 
-If ranks share states in groups, a reduction has two steps: the ranks of a group scatter the unit's sum. Then, during
-the scatter of the next unit, each adds its slice to those of its replicas. See groups.py, and
+Ranks may differ in which parameters have a gradient (experts without a token, parts of the model that a rank's batch
+does not need), so they exchange flags for this. If updates begin within the pass, they need the flags early: each unit
+sends them with its gradients. Otherwise there is one exchange for all units at the end of the pass.
+
+At stages 0 and 1, gradients are summed over the micro-batches, and reduced in the backward of the last one. At stages 2
+and 3 they are reduced in the backward of every micro-batch. Gradients of layer-major micro-batches are summed first at
+every stage, and reduced when all micro-batches have left the module.
+
+If ranks share states in groups, a reduction has two steps. First, the ranks of a group reduce-scatter the unit. Then,
+during the reduce-scatter of the next unit, each rank all-reduces its slice with its replicas. See groups.py, and
 [Note: replicas add up once a step].
 """
 
@@ -60,7 +63,12 @@ class Addend(NamedTuple):
 
 @dataclass
 class _Collected:
-    """This rank's gradients of a unit: flat, which parameters have one, and which have one of the running pass."""
+    """This rank's gradients of a unit that are not reduced yet, in one flat tensor.
+
+    Attributes:
+        present: parameters with a gradient.
+        of_pass: parameters with a gradient of the running pass.
+    """
 
     loan: Loan
     present: set[int] = field(default_factory=set)
@@ -117,8 +125,8 @@ class Journey:
         every_pass: reduce in every backward pass, not only in the last of a step.
         collect_dtype: dtype in which they are collected.
         dtype: dtype in which they are reduced.
-        tells_early: each sum comes with the parameters that have a gradient; if False, they are known at the end of the
-            pass.
+        tells_early: the flags of the parameters that have a gradient are exchanged with each sum; if False, at the end of
+            the pass.
         streams: sums leave the device while it computes, and may still be read when the next ones arrive.
     """
 
@@ -135,11 +143,11 @@ class _Reduction(NamedTuple):
 
     Attributes:
         whole: this rank's gradients of the unit; None if the shard is all of them.
-        present: two rows, a byte a parameter: some rank has a gradient, and some rank has one of this pass. None if the
-            end of the pass decides this.
+        present: two flags for each parameter: some rank has a gradient, some rank has one of this pass. None if flags are
+            exchanged at the end of the pass.
         pending: the exchanges to wait for: these flags, and the sum.
-        partial: the sum of the step's earlier passes, to which this one is added, if there is one.
-        stays: this pass adds it to `partial` and no further.
+        partial: the sum of the step's earlier passes, if replicas add up once a step.
+        stays: the sum is only added to `partial`: the replicas add up in a later pass.
     """
 
     of: _ReducedUnit
@@ -163,7 +171,7 @@ class _ReducedUnit:
         partial: the group's sum so far, if its replicas add up once a step.
         collected: gradients that are not reduced yet; None if there are none.
         uses: number of calls in the forward of the running backward pass, if known.
-        left: how many of these calls the pass has left.
+        left: number of these calls that backward has left.
     """
 
     row: Unit
@@ -198,7 +206,7 @@ class _ReducedUnit:
 class Reduction:
     """Several ranks: collect gradients by unit, reduce them, and yield this rank's shard.
 
-    A caller that iterates adds each addend before it takes the next.
+    Callers must add each yielded addend before they take the next one: its memory is reused.
 
     Args:
         shared: units that several modules use.
@@ -264,7 +272,10 @@ class Reduction:
                 yield each.row, each.present
 
     def _no_flags(self) -> torch.Tensor:
-        """Return a byte a parameter: this rank has reduced a gradient in this pass; after the exchange, some rank."""
+        """Return zeros, one for each parameter, to flag gradients that were reduced in this pass.
+
+        They flag this rank's gradients and, after the exchange, those of all ranks.
+        """
         return torch.zeros(self._count, dtype=torch.uint8, device="cpu")
 
     # Collecting #
@@ -274,8 +285,8 @@ class Reduction:
         each = self._units[unit.index]
         if self._journey.tells_early and unit.index in self._order.skipped:
             raise InfinityError(
-                f"a gradient of `{each.unit.params[index].name}` has come, whose module this pass has not run on "
-                "this rank, and other ranks' gradients of it may have updated it: read it in the model's forward, or "
+                f"a gradient of `{each.unit.params[index].name}` has come, but this rank has not run its module in this "
+                "pass, and other ranks may have updated it already: read it in the model's forward, or "
                 'set tiering.update_schedule to "deferred"'
             )
         if each.collected is None:
@@ -329,7 +340,7 @@ class Reduction:
                 self._scratch.give(dropped.loan)
             if each.partial is not None:
                 each.partial.held = False
-        # Other ranks may never answer; a collective that still writes keeps its memory.
+        # Do not wait for these, because other ranks may never answer. A collective that still writes keeps its memory.
         self._scattering = self._averaging = None
 
     def look(self, unit: Unit, index: int, *, of_all: bool) -> torch.Tensor | None:
@@ -369,7 +380,7 @@ class Reduction:
                 yield from self._reduce(due)
 
     def complete(self, unit: Unit) -> Iterator[Addend]:
-        """Reduce the unit at once after all micro-batches have left it: one round later it might be evicted."""
+        """Reduce the unit at once, when all micro-batches have left it: in the next round it may be evicted."""
         self._order.complete(unit.index)
         yield from self._reduce(unit.index)
         yield from self._finish()
@@ -379,7 +390,7 @@ class Reduction:
         return self._order.order[::-1]
 
     def rest(self) -> Iterator[Addend]:
-        """Reduce the units that other ranks have reduced during this backward."""
+        """Reduce the units that other ranks have reduced in this backward, and this rank has not."""
         if self._reduces:
             for unit in self._order.rest():
                 yield from self._reduce(unit)
@@ -395,15 +406,14 @@ class Reduction:
             yield from self._finish()
             if not order_suits:
                 self._learn_order(self._order.left)
-            if self._last:  # in other passes, some units send no flags
+            if self._last:  # in earlier passes, units with partial sums send no flags
                 self._order.note_used(self._used | {unit.index for unit, _ in self.told()})
         for each in self._units:
             if each.collected is not None:
                 each.collected.of_pass.clear()
 
     def _left(self) -> tuple[list[int], bool]:
-        """Return units with gradients on some rank that no module has reduced, and whether the order has suited all
-        ranks."""
+        """Return units whose gradients on some rank are not reduced yet, and whether the order has suited all ranks."""
         count = len(self._units)
         left = torch.zeros(count, dtype=torch.uint8, device="cpu")
         for unit, each in enumerate(self._units):
@@ -476,7 +486,7 @@ class Reduction:
         else:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, unit.name)
-        # After the sums: these detect ranks that are not at the same unit.
+        # The flags are sent after the sums, because the sums detect a rank that is at another unit.
         present, flags = (None, ()) if stays else self._tell(each, indices, collected.of_pass)
         if own is None:
             self._averaging = _Reduction(each, None, whole, present, (*flags, sums))
