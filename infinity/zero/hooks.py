@@ -5,14 +5,15 @@ The forward of a module with units begins with `enter` and ends with `leave`. Th
 more events. It begins when one of the call's outputs gets its first gradient (a hook on the outputs). It is over when
 autograd runs a node that is older than the call: autograd runs the newest ready node first, and a node waits only for
 newer ones, so no node of the call is left then. Hooks on the outputs and inputs of all calls show which node runs. If
-no node made a call's inputs (an embedding, a checkpoint with its own graph), the call ends with autograd's pass at the
-latest; on one rank alone also once all parameters of its units have their gradients (on several ranks some may have no
-such gradient). Calls that are recorded but never begin, such as those of a recomputation, hold nothing.
+no node made a call's inputs (an embedding, a checkpoint with its own graph), no older node follows. Such a call ends at
+the end of autograd's pass. On a single rank, it ends earlier if all parameters of its units have got their gradients;
+ranks may differ in which parameters get one. Calls whose backward never begins, such as those of a recomputation, hold
+nothing.
 
 [Note: nothing of ours in the graph]
-A node on a call's inputs would also see the end of the call. But it would make autograd sum the gradients of an input
-within the call before it adds those of other uses. A sum in another order has other bits, which would then depend on
-which modules have units that can be evicted. Hooks on tensors change no sum.
+An autograd node of our own, at the inputs of a call, would also run at the end of the call's backward. But with this
+node, autograd would first sum the gradients of an input within the call, and then add those of its other uses. A sum in
+another order has other bits, which would then depend on the units that can be evicted. Hooks on tensors change no sum.
 
 [Note: which nodes are older]
 A node's sequence number gives its age, counted by the thread that made it. A reentrant checkpoint records and runs a
@@ -82,7 +83,7 @@ class Listener(Protocol):
         """Called at the end of a use after `enter` or `backward_enter`, unless that raised.
 
         Args:
-            ends_forward: it is the end of a forward call that no watched module has made.
+            ends_forward: it is the end of the outermost forward call of a watched module.
         """
 
     def backward_left(self, units: tuple[Unit, ...]) -> None:
@@ -142,7 +143,7 @@ class Hooks:
     Args:
         units: the rows of all units.
         lent: identities of parameters that lie outside of their units for now.
-        alone: no other rank must see the same events in the same order.
+        alone: there is one rank, so events need not come in the same order as on other ranks.
 
     Attributes:
         thread: the one that runs the model's forward.
@@ -165,7 +166,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         moving = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
         self._units = [
-            # Backward needs no values of a unit without elements; bringing it would fill memory with padding.
+            # Backward needs no values of a unit without elements. A fetch of it would fill memory with padding.
             _UnitUses(unit, layout.index in moving and _has_elements(layout), layout.trained)
             for unit, layout in zip(units, partition.units, strict=True)
         ]
