@@ -412,11 +412,11 @@ class Step:
         self._optimizer.check_groups()
         self._optimizer.check_frozen()
         if self._pass_failed:
-            self.gradients.drop_all()  # what an interrupted `drop` has left
+            self.gradients.drop_all()  # an interrupted `drop` may have left some
         self._pass_failed = False
         self.counter.backward_begins()
         if direct is None:
-            self._drop_what_was_taken_away()
+            self._drop_removed_gradients()
         self.updates.undo_ahead()
         last = self.counter.ends_step
         if self.keeper is not None and last:
@@ -454,7 +454,7 @@ class Step:
             arriving: the parameter whose gradient is the first event of the pass.
         """
         self.check()
-        self._drop_what_was_taken_away(arriving)
+        self._drop_removed_gradients(arriving)
         torch.autograd.Variable._execution_engine.queue_callback(self._close_direct)
         scope = ExitStack()
         scope.enter_context(self.running(Phase.BACKWARD))
@@ -483,7 +483,7 @@ class Step:
             raise InfinityError("step() inside no_sync: leave the context before the last backward of the step")
         self._check_not_gathered("step()")
         self._optimizer.check_groups()
-        self._drop_what_was_taken_away()
+        self._drop_removed_gradients()
         if self.updates.under_way and self._began_with != self._optimizer.rules():
             raise InfinityError(
                 "the optimizer's hyper-parameters (param_groups) were changed between backward and step(), but under "
@@ -540,7 +540,8 @@ class Step:
         """Abort the running pass. A forward pass returns to the phase before it; a backward pass drops the step's
         gradients.
 
-        They cannot be separated from those of earlier micro-batches, so the step starts again.
+        The gradients of the failed pass cannot be separated from those of earlier micro-batches, so the step starts
+        again.
         """
         if self._open is not None and self._open.direct is not None:
             self._open.direct.scope.close()
@@ -589,7 +590,7 @@ class Step:
                 "zero_grad() between the last backward pass of a step and step(): under tiering.update_schedule "
                 '"backward" its gradients have updated parameters already; set the schedule to "deferred"'
             )
-        self._pass_failed = True  # as long as an interrupt may leave a part of the gradients
+        self._pass_failed = True  # until all gradients are dropped: an interrupt may leave some
         self.updates.undo_ahead(grads=False)
         self.gradients.drop_all()
         self._pass_failed = False
@@ -600,11 +601,12 @@ class Step:
             self._phases.go(Phase.IDLE)
 
     def drop_failed(self) -> None:
-        """As `drop`, if a backward pass failed: it left no placeholder whose removal would show a `zero_grad`."""
+        """As `drop`, if a backward pass failed. Such a pass leaves no placeholders, whose removal shows a `zero_grad`
+        otherwise."""
         if self._pass_failed:
             self.drop()
 
-    def _drop_what_was_taken_away(self, arriving: nn.Parameter | None = None) -> None:
+    def _drop_removed_gradients(self, arriving: nn.Parameter | None = None) -> None:
         """Drop gradients after `param.grad = None` or `model.zero_grad()`, see [Note: stand-ins] in stand_ins.py."""
         self._stand_ins.check(arriving)
         gone = self._stand_ins.dropped()
