@@ -9,15 +9,16 @@ micro-batch or for the update. Backward needs them in the same order in every mi
 units in memory is as good as any other.
 
 [Note: gradients that stream]
-Gradients that are complete leave the device while it computes on. The copies of a unit's gradients are one move,
-ARRIVING until the last has ended. The norm of each is measured on the device and follows it. The device keeps the
-gradients' memory meanwhile, so only a few units may be on their way.
+Gradients that are complete are downloaded while the device computes on. The downloads of a unit's gradients are one
+move: the copy in host memory is ARRIVING until the last download has ended. The norm of each gradient is measured on
+the device, and downloaded after it. Until then the gradients keep their memory on the device, so only a few units may
+be on their way.
 
 [Note: room for gradients]
 Units without their own memory share a part of the arena. Several ranks must agree on when it is full, since all of them
 take part in the collectives that free it. So the decision follows from the sizes of the open gradients, which are equal
-on all ranks, and never from their addresses, which depend on when updates ended. `_close_gaps` makes this valid: if the
-size fits, a place is found.
+on all ranks, and never from their addresses, which depend on when updates ended. If the sizes fit, `_close_gaps` makes
+sure that there is a contiguous place.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class GradStore:
 
     Args:
         numels: trainable elements of each unit, padded.
-        below: the same for units whose gradients come to host memory; 0 for the others.
+        below: as `numels` for units whose gradients are kept in host memory; 0 for the others.
         capacity_bytes: the most that may be leased at once.
         swap: space for the extents of units that spill.
         norms: of parameters' gradients, measured on the device; empty if the host measures them.
@@ -200,7 +201,7 @@ class GradStore:
             StorageError: spilled gradients cannot be read.
         """
         if each.is_elsewhere:
-            raise RuntimeError(f"the gradients of unit {each.unit} are asked for, which its update has")
+            raise RuntimeError(f"the gradients of unit {each.unit} were dropped and must be restored first")
         host = each.host
         if host.state is not _WRITING:
             if host.pins or not self._bring(each, Priority.DEMAND):
@@ -211,14 +212,14 @@ class GradStore:
         return each.tensor
 
     def can_receive(self, each: UnitGrads) -> bool:
-        """Whether all of the unit's gradients of this step, if there are any, come through `receive`.
+        """Whether `receive` may be used: no gradient of this step has been added in host memory, by `open`.
 
-        Its gradients of the last step may still belong to their update.
+        The unit's gradients of the last step may still be in use by their update.
         """
         return each.host.pins > 0 or each.arrival is not None or not (each.field.version or each.host.state is _WRITING)
 
     def receive(self, each: UnitGrads, start: int, grad: torch.Tensor, index: int) -> Transfer | None:
-        """Start copying gradients from the device, and their norm behind them; see `can_receive`.
+        """Start downloading gradients, and their norm after them; see `can_receive`.
 
         Args:
             start: offset in the unit's gradients.
@@ -233,7 +234,7 @@ class GradStore:
             self._finish_arrivals(ARRIVING_UNITS - 1)
             if not self._bring(each, Priority.DEMAND):
                 return None
-            each.field.outdate()  # the newest value is on the device, which has no copy in this field
+            each.field.outdate()  # the newest value is on the device, where this field has no copy
             self._arriving[each] = None
             each.arrival = Arrival()
             each.field.begin_move(None, _HOST, each.arrival, StallCause.HOST_LINK, at=each.field.version)
@@ -255,7 +256,7 @@ class GradStore:
         return each.arrival is None or each.arrival.has_come()
 
     def _finish_arrivals(self, most: int) -> None:
-        """Process ended arrivals, and block until at most `most` whole units, which use device memory, are arriving."""
+        """Process ended arrivals. Block until at most `most` whole units, which use device memory, are arriving."""
         closed = [each for each in self._arriving if each.arrival is not None and not each.arrival.open]
         for left, each in zip(range(len(closed), 0, -1), closed, strict=True):
             if left <= most and each.arrival is not None and not each.arrival.done():
@@ -296,12 +297,15 @@ class GradStore:
         return each.extent is None or each.host.state is not State.ABSENT or self._memory_for(each) is not None
 
     def hand_over(self, each: UnitGrads) -> tuple[torch.Tensor, tuple[Move, ...]]:
-        """Give the gradients to the unit's update, which must wait for the returned moves; pairs with `used`."""
+        """Give the gradients to the unit's update, which must wait for the returned moves.
+
+        Pairs with `used`, `left` or `returned`.
+        """
         self._end_write(each)
         if each.arrival is not None:
             each.arrival.open = False
         if not self._bring(each, Priority.PREFETCH):
-            raise RuntimeError("gradients are handed over although there is no room for them")
+            raise RuntimeError(f"the gradients of unit {each.unit} are given to an update, but have no room")
         each.field.pin(_HOST)
         assert each.tensor is not None
         return each.tensor, tuple(each.host.moves)
@@ -329,7 +333,7 @@ class GradStore:
         return buffer
 
     def returned(self, each: UnitGrads) -> None:
-        """Take the gradients back from an update that has not used them; replaces `used`."""
+        """Keep the gradients after an update that was cancelled or may be rolled back; replaces `used`."""
         each.field.unpin(_HOST)
         self.rest(each)
 
@@ -384,7 +388,7 @@ class GradStore:
         if len(self.leased) == len(self.slots):
             for each in (self.units[unit] for unit in self.leased):
                 written = each.host.state is State.LEAVING and all(move.done() for move in each.host.moves)
-                if written or each.host.state is State.ABSENT:  # ABSENT if it could not be read
+                if written or each.host.state is State.ABSENT:  # ABSENT after a read that failed
                     self.await_spill(each)
                     break
         taken = [self.units[unit].lease for unit in self.leased]
@@ -434,7 +438,7 @@ class GradStore:
 
     def finish_moves(self, each: UnitGrads) -> None:
         """Block until no gradients of the unit are in flight."""
-        # A write that has ended may have freed its source already, but the outcome of its target is not processed.
+        # Both copies: a write may be over for its source, which is free already, but not be processed for its target.
         for copy in each.field.copies.values():
             for move in tuple(copy.moves):
                 with self._counters.stalled(move.cause):
