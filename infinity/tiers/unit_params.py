@@ -1,14 +1,15 @@
 """The parameters of one unit: a field, the memory of its copies, and the transfers between them.
 
 [Note: uploads]
-An upload waits only for work that still uses its target memory, not for all queued work: the host runs ahead of the
-device, and the next forward pass may be queued during an update. Newly allocated memory may have had another use until
-the allocation. A unit under update is in use until the update begins; after that the model does not see its old values
-(`UnitViews.mark_stale`). Each of these moments is marked in the compute stream.
+An upload waits only for work that still uses its target memory. It does not wait for all queued work, because the host
+runs ahead of the device: the next forward pass may be queued during an update. Memory that was newly allocated may have
+had another use until its allocation. A unit that is updated is in use until the update begins; after that the model
+does not see its old values (`UnitViews.mark_stale`). Each of these moments is marked in the compute stream, and the
+upload waits for the mark.
 
 [Note: downloads]
-For the same reason a download for an update does not wait for all queued work. In a backward pass only updates change a
-unit after its gradients are computed, so the download waits for the gradients.
+For the same reason, a download for an update does not wait for all queued work. In a backward pass, nothing but an
+update changes a unit after its gradients are computed, so the download waits for the gradients.
 
 [Note: stable storage]
 Autograd saves views of the weights (`weight.t()` for a linear layer) and uses them in backward, when the unit may have
@@ -39,7 +40,7 @@ from infinity.tiers.weight_files import FileRun, WeightFiles
 FrozenReader = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 _CPU = torch.device("cpu")
-_PART_BYTES = 8 << 20  # a smaller copy takes the link hardly longer than its launch takes the host
+_PART_BYTES = 8 << 20  # for less, the launch of a copy takes as long as the copy
 
 
 @dataclass(frozen=True)
@@ -160,17 +161,18 @@ class UnitParams:
     Attributes:
         home: the memory with the newest value while the unit is not on the device; DEVICE if it always is.
         site: the memory in which the unit is changed, except by updates on a device.
-        there: the copy on the device that such an update changes, and that host memory exchanges values with.
+        there: the copy on the device (DEVICE or SHARD) that is uploaded and downloaded, and changed by updates on a device.
         written: there is an NVME copy, which is written whenever the unit changes.
         lease: of the HOST copy.
         tensor: flat, on the compute device, see [Note: stable storage].
         beside: this rank's shard, if the home is SHARD.
         computed_on: the copy on the compute device.
-        coming: upload of updated values that the compute stream does not wait for yet.
+        coming: the upload of updated values, as long as the compute stream is not ordered behind it.
         since: a mark in the compute stream: work queued after it does not touch the memory that the next upload fills,
             see [Note: uploads]. None if unknown.
         sent: elements of the shard that are uploaded or on their way, while later elements are still being changed.
-        final: the device has the values for a download once this has ended, see [Note: downloads]. None if unknown.
+        final: a mark in the compute stream: the values can be downloaded once it has passed, see [Note: downloads].
+            None if unknown.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class UnitParams:
         self.buffer.allocate()
         self.tensor = self.buffer.tensor(spec.dtype, spec.numel)
         if spec.offloaded or carriers.device is None:
-            self.buffer.free()  # at once, so that the whole model is never in memory
+            self.buffer.free()  # before the next unit is allocated: the whole model may not fit in memory
         self.beside = self.tensor.new_empty(spec.shard_numel if home is Memory.SHARD else 0)
         if home is Memory.FILE:
             self.field.begin_write(home)  # the writer was the author of the file
@@ -436,7 +438,7 @@ class UnitParams:
     def can_send_parts(self) -> bool:
         """Whether changed elements can be uploaded while the HOST copy is still being changed, see `send_part`."""
         changing = self._by.device is not None and self.field.state(Memory.HOST) is State.WRITING
-        # The copy on the device is old since the update began, so a mixture of old and new values does no harm.
+        # The copy on the device is stale since the update began. Nobody reads it, so it may mix old and new values.
         return changing and self.field.state(Memory.DEVICE) is State.VALID
 
     def send_part(self, stop: int) -> None:
