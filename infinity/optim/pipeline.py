@@ -35,15 +35,15 @@ from infinity.tiers.copies import Memory, Transfer
 from infinity.tiers.ring import Ring
 from infinity.tiers.states import StateStore, Tile
 
-# At least one tile is read, one updated and one written, and one absorbs differences of the rates. More small tiles in
-# flight keep a drive busy when the worker of a busy machine is late by milliseconds: on two cores 16 tiles of 4 MiB
-# kept a drive busy for 98% of the time, 4 of 16 MiB for 88%.
+# At least four: one tile is read, one is updated, one is written, and one absorbs differences of the rates. Many small
+# tiles keep a drive busy if the worker is late by milliseconds, as on a busy machine: on two cores, 16 tiles of 4 MiB
+# kept a drive busy for 98% of the time, 4 tiles of 16 MiB for 88%.
 LEAST_SLOTS, MOST_SLOTS = 4, 16
 
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
 _LEAVE_S = 10.0  # far longer than a tile takes; a drive that hangs must not keep the process from ending
 
-# (unit, tile, the parameters of the whole shard, the tile's fields): sees values before their update
+# Called with (unit, tile, the parameters of the whole shard, the tile's fields) before the tile is updated.
 BeforeUpdate = Callable[[int, Tile, torch.Tensor, "dict[str, torch.Tensor]"], None]
 
 
@@ -52,7 +52,7 @@ class UpdatePipeline:
 
     Attributes:
         layout: of the states.
-        waits: waiting times of the worker, which are also part of the time to wait for a ticket.
+        waits: waiting times of the worker. A thread that waits for a ticket waits for them, too.
         undoing: the undo log.
         before_update: called by the worker for every tile of a job before its update, in order; must not raise. May be
             set only while no job is queued.
@@ -187,7 +187,7 @@ class UpdatePipeline:
 
         Args:
             grad: of the whole shard; filled with the gradients that the update `recovers`.
-            param: of the whole shard; holds the new parameters, and gets the old ones.
+            param: of the whole shard; holds the new parameters, which are replaced by the old ones.
 
         Raises:
             StorageError: the old states cannot be read.
@@ -448,7 +448,7 @@ class UpdatePipeline:
                         values.copy_(fields[name])
         for start, stop, rule in parts:
             here = slice(start - tile.start, stop - tile.start)
-            aside = (
+            old_values = (
                 None if old_param is None else old_param[here],
                 None if new_fields is None else self._fields.part(new_fields, tile, start, stop),
             )
@@ -459,7 +459,7 @@ class UpdatePipeline:
                 job.grad[start:stop],
                 rule,
                 Dither(job.seed, job.first + start),
-                aside if image is not None else None,
+                old_values if image is not None else None,
                 recoverably=job.reconstructs_grads or job.reconstructs_param,
                 params=job.reconstructs_param,
             )
@@ -469,6 +469,8 @@ class UpdatePipeline:
     def _read_ahead(self) -> None:
         try:
             self._reading.read_ahead()
-        except BaseException:  # a thread waits for the ticket when it recurs
+        except (
+            BaseException
+        ):  # the update that needs this tile will meet the error again, and raise it where it is awaited
             with self._wake:
                 self._queue.expect(())
