@@ -34,9 +34,9 @@ from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill,
 from infinity.tiers import ARRIVING_UNITS, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
-_RECOVERED_SLOTS = 16  # also for units that wait for their updates
+_RECOVERED_SLOTS = 16  # more than above, because units hold their slots until their updates run
 _LARGE_UNITS = 2  # an embedding and a head
-_GRADS_IN_FLIGHT = 3  # units whose gradients may be held at once if they are updated in backward
+_GRADS_IN_FLIGHT = 3  # units that may hold gradients at once if updates run in backward
 # At most 1/4 of all gradients may wait for an update after backward. Without them, the drive would idle under the next
 # forward pass, and the device would idle in backward while the optimizer updates a large unit.
 _GRADS_LEFT_SHARE = 4
@@ -72,8 +72,8 @@ class GradRules:
     Attributes:
         reduces: they are sums over several ranks.
         reduces_every_pass: in every backward pass, not only in the last one of a step.
-        collects_all: every rank has the full gradients of all units at once before they are reduced.
-        holds_all: this rank's gradients of all units have room at once.
+        collects_all: before the reduction, every rank holds the full gradients of all units at once.
+        holds_all: there is room for this rank's gradients of all units at once.
         spills: gradients that exceed host memory go to NVMe.
         recovers: gradients of units whose states are all double-buffered on NVMe need no memory after speculative
             updates, because they can be reconstructed.
@@ -338,7 +338,7 @@ class Shards:
     Attributes:
         numels: elements of each unit in this rank's optimizer.
         tile_numel, tile_bytes: elements of a full tile of optimizer states; function from elements to a tile's bytes.
-        standing: units whose gradients stay open while those of other units are made and used.
+        standing: units whose gradients stay open while those of other units come and are used.
         there: units whose states and gradients are on the device; all others are `below`.
         blocks: the block that contains each unit; by default each unit is one.
     """
@@ -424,7 +424,7 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     moving = sorted((spec for spec in specs if spec.offloaded), key=lambda spec: spec.nbytes, reverse=True)
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
     beside = sum(spec.shard_nbytes for spec in specs if spec.beside)
-    # These units are in memory twice, as a shard and unsharded: beyond three, count only early gathers.
+    # These units are in memory twice, as a shard and unsharded. Beyond three of them, count only early gathers.
     twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.params.gathers)]
     most = sum(spec.nbytes for spec in moving) - sum(twice[3:])
     most += min(sum(twice[3:]), rules.params.ahead_numel * specs[0].dtype.itemsize)
@@ -432,7 +432,7 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     computed = Share(staying + beside, together, max(together, most))
     if rules.site is Memory.DEVICE:
         return ParamBytes(computed, Share(), 0)
-    # Units that are updated on the device pass through when they are made or read.
+    # Units that are updated on the device pass through host memory when they are created or read.
     units = 1 if rules.states.home is Memory.DEVICE else _STAGING_UNITS
     staging = units * max(spec.shard_nbytes for spec in specs)
     homes = sum(spec.shard_nbytes for spec in moving if not spec.beside)
@@ -537,18 +537,18 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: boo
     largest_first = sorted(_by_block(sizes, shards.blocks), reverse=True)
     open_bytes = sum(sizes[unit] for unit in shards.standing)
 
-    def flying(units: int) -> int:
+    def in_flight_bytes(units: int) -> int:
         return min(total, sum(largest_first[:units]) + open_bytes)
 
     if rules.grads.holds_all and (there or not rules.grads.recovers):
-        least = flying(1) if rules.grads.spills and not there else total
+        least = in_flight_bytes(1) if rules.grads.spills and not there else total
         return GradShare(least, least, total)
     left = 0
     if not there and rules.states.home is Memory.NVME:
         left = total // _GRADS_LEFT_SHARE
     elif not there and rules.grads.stream:  # a device computes faster than host memory serves the optimizer
         left = total
-    return GradShare(flying(1), flying(2), min(total, flying(_GRADS_IN_FLIGHT) + left))
+    return GradShare(in_flight_bytes(1), in_flight_bytes(2), min(total, in_flight_bytes(_GRADS_IN_FLIGHT) + left))
 
 
 class DeviceShare(NamedTuple):
@@ -806,7 +806,7 @@ def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[boo
 
 
 def _with_most_slots(sizes: Sequence[int], standing: Collection[int], capacity_bytes: int) -> GradHomes:
-    """Return the homes of gradients that leave with their updates.
+    """Return the homes of gradients that need no memory after their speculative update.
 
     A slot is as large as the largest unit that shares it. So a few large units get memory of their own if this makes
     more slots.
@@ -837,7 +837,7 @@ def place_gradients(
     """Divide units with gradients of these sizes among the homes.
 
     Args:
-        standing: units whose gradients stay open while those of other units are made and used.
+        standing: units whose gradients stay open while those of other units come and are used.
         spills: all gradients are held, on NVMe if they do not fit.
         blocks: the block that contains each unit: all of its units may be open at once.
     """
@@ -845,7 +845,8 @@ def place_gradients(
         return GradHomes(tuple(range(len(sizes))))
     others = [unit for unit in range(len(sizes)) if unit not in standing and sizes[unit]]
     spare = capacity_bytes - sum(sizes[unit] for unit in standing)
-    # the largest other unit would seldom find one free piece of its size, so it gets its own if two more units fit
+    # The largest of the other units would rarely find a contiguous piece of its size. So it gets memory of its own if
+    # there is room for two more units.
     if not spills:
         by_size = sorted(others, key=sizes.__getitem__, reverse=True)
         rest = [0 if unit in (*standing, *by_size[:1]) else size for unit, size in enumerate(sizes)]
