@@ -161,7 +161,7 @@ class UnitParams:
     Attributes:
         home: the memory with the newest value while the unit is not on the device; DEVICE if it always is.
         site: the memory in which the unit is changed, except by updates on a device.
-        there: the copy on the device (DEVICE or SHARD) that is uploaded and downloaded, and changed by updates on a device.
+        there: the copy on the device, DEVICE or SHARD, that is uploaded and downloaded, and that updates there change.
         written: there is an NVME copy, which is written whenever the unit changes.
         lease: of the HOST copy.
         tensor: flat, on the compute device, see [Note: stable storage].

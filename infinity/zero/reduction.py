@@ -125,8 +125,8 @@ class Journey:
         every_pass: reduce in every backward pass, not only in the last of a step.
         collect_dtype: dtype in which they are collected.
         dtype: dtype in which they are reduced.
-        tells_early: the flags of the parameters that have a gradient are exchanged with each sum; if False, at the end of
-            the pass.
+        tells_early: the flags of the parameters that have a gradient are exchanged with each sum; if False, at the end
+            of the pass.
         streams: sums leave the device while it computes, and may still be read when the next ones arrive.
     """
 
@@ -143,8 +143,8 @@ class _Reduction(NamedTuple):
 
     Attributes:
         whole: this rank's gradients of the unit; None if the shard is all of them.
-        present: two flags for each parameter: some rank has a gradient, some rank has one of this pass. None if flags are
-            exchanged at the end of the pass.
+        present: two flags for each parameter: some rank has a gradient, some rank has one of this pass. None if flags
+            are exchanged at the end of the pass.
         pending: the exchanges to wait for: these flags, and the sum.
         partial: the sum of the step's earlier passes, if replicas add up once a step.
         stays: the sum is only added to `partial`: the replicas add up in a later pass.
@@ -285,8 +285,8 @@ class Reduction:
         each = self._units[unit.index]
         if self._journey.tells_early and unit.index in self._order.skipped:
             raise InfinityError(
-                f"a gradient of `{each.unit.params[index].name}` has come, but this rank has not run its module in this "
-                "pass, and other ranks may have updated it already: read it in the model's forward, or "
+                f"a gradient of `{each.unit.params[index].name}` has come, but this rank has not run its module in "
+                "this pass, and other ranks may have updated it already: read it in the model's forward, or "
                 'set tiering.update_schedule to "deferred"'
             )
         if each.collected is None:
