@@ -199,7 +199,10 @@ class Step:
             InfinityError: the engine is closed, poisoned, or in the middle of a backward pass.
         """
         if self.phase is Phase.CLOSED:
-            raise InfinityError("the engine is closed")
+            raise InfinityError(
+                "the engine is closed: make another one (infinity.initialize; or a new Trainer, if one that has "
+                "trained or evaluated is to train)"
+            )
         if self.in_backward_now:
             raise InfinityError(
                 "the engine is in the middle of a backward pass, and was asked for something that comes before it or "
