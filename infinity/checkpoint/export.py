@@ -18,7 +18,7 @@ from torch import nn
 
 from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.directory import locked, make_directory, storage_error
-from infinity.checkpoint.extra import persistent_buffers
+from infinity.checkpoint.extra import persistent_buffers, tied_names
 from infinity.checkpoint.files import discard, is_file_name, write_file
 from infinity.checkpoint.pretrained import INDEX, WEIGHTS
 from infinity.checkpoint.publish import new_stem, publish
@@ -86,7 +86,7 @@ def export_16bit(
         if file_name is None or file_name == WEIGHTS:
             write_model(directory, model, wanted, specs, dtype=dtype, shard_bytes=shard_bytes)
         else:
-            _write_single(directory, file_name, wanted, specs)
+            _write_single(directory, file_name, wanted, specs, tied_names(model))
 
     write_on_rank_0(runtime.ranks, values, write)
 
@@ -142,17 +142,19 @@ def write_model(
         publish(unfinished, directory)
 
 
-def _write_single(directory: Path, name: str, values: Iterable[tuple[str, torch.Tensor]], specs: Specs) -> None:
-    """Write the tensors into one file of this name."""
+def _write_single(
+    directory: Path, name: str, values: Iterable[tuple[str, torch.Tensor]], specs: Specs, tied: Mapping[str, str]
+) -> None:
+    """Write the tensors into one file of this name; a state dict of torch has `tied` ones by all of their names."""
     with _unfinished(directory) as unfinished:
         _write_shards(unfinished, {name: specs}, values)
         if Path(name).suffix != ".safetensors":
-            _pickle(unfinished / name)
+            _pickle(unfinished / name, tied)
         (unfinished / name).replace(directory / name)
         sync_directory(directory)
 
 
-def _pickle(path: Path) -> None:
+def _pickle(path: Path, tied: Mapping[str, str]) -> None:
     """Make a safetensors file one of `torch.save`. Its bytes stay on the drive meanwhile."""
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in read_header(path).items():
@@ -160,6 +162,7 @@ def _pickle(path: Path) -> None:
         if entry.nbytes:
             stored = np.memmap(path, np.uint8, "c", entry.start, (entry.nbytes,))
             tensors[key] = torch.from_numpy(stored).view(entry.torch_dtype).view(entry.shape)
+    tensors |= {name: tensors[first] for name, first in tied.items() if first in tensors}
     pickled = path.with_name(f"{path.name}.new")
     with pickled.open("xb") as file:
         torch.save(tensors, file)

@@ -59,10 +59,12 @@ def collect_extra(
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """The other names of parameters that have several, and the name that each is stored by."""
-    first = {id(param): name for name, param in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(param)] for name, param in every if first[id(param)] != name}
+    """The other names of parameters and buffers that have several, and the name that each is stored by."""
+    stored = {name: id(tensor) for name, tensor in (*module.named_parameters(), *persistent_buffers(module).items())}
+    first = {key: name for name, key in reversed(stored.items())}
+    buffers = persistent_buffers(module, remove_duplicate=False)
+    every = (*module.named_parameters(remove_duplicate=False), *buffers.items())
+    return {name: first[id(tensor)] for name, tensor in every if name not in stored and id(tensor) in first}
 
 
 def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
@@ -241,12 +243,12 @@ def _check_buffers(path: Path, saved: Mapping[str, Any], module: nn.Module) -> N
             )
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that are part of the state, by name."""
+def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:
+    """Buffers that are part of the state, by name; those of a module that has several names once, or by all of them."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
+        for prefix, module in model.named_modules(remove_duplicate=remove_duplicate)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=remove_duplicate)
         if name not in module._non_persistent_buffers_set
     }
 

@@ -39,7 +39,9 @@ class FrozenShards:
         self._with_others: list[Shard] = []
         for unit in units_to_write(runtime):
             shard = Shard(unit, runtime, (False,), _LABEL)
-            read = None if shard.is_empty else runtime.row(unit).params.frozen_reader()
+            row = runtime.row(unit)
+            row.views.look()  # values that `param.data = values` has set are in memory before the thread reads it
+            read = None if shard.is_empty else row.params.frozen_reader()
             if read is not None:
                 self._apart.append((shard, read))
             elif not shard.is_empty:

@@ -68,6 +68,15 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
     return json.loads(json.dumps({"config": config, "modules": modules}))  # type: ignore[no-any-return]
 
 
+def unchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity without the attributes that training has changed since (a counter, a list of losses)."""
+    return {
+        key: unchanged(value, now[key]) if isinstance(value, dict) and isinstance(now.get(key), dict) else value
+        for key, value in before.items()
+        if isinstance(value, dict) or (key in now and value == now[key])  # a list that has grown long is not in `now`
+    }
+
+
 def first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     """Where two models differ, in words; None if nothing is seen."""
     found = _difference("config", _mapping(saved.get("config")), _mapping(here.get("config")))

@@ -38,7 +38,7 @@ class Run:
 
     Attributes:
         id: a random name, which goes on with its checkpoints.
-        model: what the model is, see `identity.py`.
+        model: what the model is, see `identity.py`, as far as training has not changed it.
     """
 
     def __init__(self, model: nn.Module) -> None:

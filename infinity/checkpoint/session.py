@@ -16,6 +16,7 @@ from infinity.checkpoint.codes import codes_of
 from infinity.checkpoint.commits import ClientState, Commits
 from infinity.checkpoint.export import export_16bit
 from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
+from infinity.checkpoint.identity import model_identity, unchanged
 from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
 from infinity.checkpoint.runs import Run
 from infinity.checkpoint.save import Options, Saving
@@ -61,17 +62,18 @@ class Session:
         step, ranks, runtime = self._step, self._runtime.ranks, self._runtime
         extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
         tag = tag or f"global_step{step.counter.counts.global_steps}"
-        of_ranks = ranks.of_all((extra["rng"], self._run.id, tag))
-        extra["rng_of_ranks"] = [states for states, _, _ in of_ranks]
-        self._run.id = of_ranks[0][1]
-        if len({other for _, _, other in of_ranks}) > 1:
-            told = ", ".join(repr(other) for _, _, other in of_ranks[:4])
+        of_ranks = ranks.of_all((extra["rng"], tag))
+        extra["rng_of_ranks"] = [states for states, _ in of_ranks]
+        run = self._run
+        run.id, run.model = ranks.on_rank_0(lambda: (run.id, unchanged(run.model, model_identity(self._model))))
+        if len({other for _, other in of_ranks}) > 1:
+            told = ", ".join(repr(other) for _, other in of_ranks[:4])
             raise ConfigError(f"save_checkpoint: tag is not the same on all ranks ({told}): they write one checkpoint")
         saving = Saving(
             self._of_this_part(directory),
             tag,
             runtime,
-            run=self._run,
+            run=run,
             steps=step.updates.steps,
             counters=asdict(step.counter.counts),
             options=options,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -117,6 +117,8 @@ class InfinityStrategy(DDPStrategy):
     def _engine_for(self, trainer: Trainer, module: LightningModule) -> DeepSpeedEngine:
         config = self._configuration(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
+        if trains:
+            _check_averages(trainer, config)
         optimizer = None
         self.optimizers, self.lr_scheduler_configs = [], []
         if trains and config.get("optimizer") is None:
@@ -207,10 +209,15 @@ class InfinityStrategy(DDPStrategy):
         """Write a directory of the engine's at `filepath`; all ranks call this together.
 
         Raises:
-            ConfigError: `storage_options` are given.
+            ConfigError: `storage_options` are given, or a callback or hook has put weights into the checkpoint.
         """
         if storage_options is not None:
             raise ConfigError("storage_options are not supported: a checkpoint is a directory on a filesystem")
+        if checkpoint.get("state_dict"):
+            raise ConfigError(
+                "a callback or on_save_checkpoint put weights into checkpoint['state_dict'], and the engine saves the "
+                "weights that it trains: use another key"
+            )
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         path = Path(self.broadcast(str(filepath)))
         self.engine.save_checkpoint(path, _TAG, client_state={"lightning": _plain(rest)})
@@ -238,6 +245,22 @@ class InfinityStrategy(DDPStrategy):
         if self._from_file:
             assert self.lightning_module is not None
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+
+def _check_averages(trainer: Trainer, config: Mapping[str, Any]) -> None:
+    """Refuse a callback whose average of the weights would be NaN, or would not be in the checkpoints."""
+    averages = getattr(callbacks, "WeightAveraging", ())  # Lightning 2.6
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        if not isinstance(callback, (callbacks.StochasticWeightAveraging, averages)):
+            continue
+        if (config.get("zero_optimization") or {}).get("stage") == 3:
+            raise ConfigError(f"{name} reads parameters between steps, where stage 3 has no values: choose stage 2")
+        if isinstance(callback, averages) and trainer.checkpoint_callbacks:
+            raise ConfigError(
+                f"{name} saves its average in the place of the weights, and the engine saves the weights: pass "
+                "enable_checkpointing=False (the module has the average after fit)"
+            )
 
 
 class _EnginePrecision(Precision):

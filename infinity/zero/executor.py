@@ -517,6 +517,7 @@ class Executor:
     def resident(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield this rank's shard of the unit in host memory, up to date and read only, while the context lasts."""
         self.undo(row)
+        row.views.look()  # values that `param.data = values` has set
         row.params.pin()
         try:
             self._do(ParametersNeeded(row))

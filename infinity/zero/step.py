@@ -202,7 +202,10 @@ class Step:
             InfinityError: the engine is closed, poisoned, or in the middle of a backward pass.
         """
         if self.phase is Phase.CLOSED:
-            raise InfinityError("the engine is closed: infinity.initialize makes another one")
+            raise InfinityError(
+                "the engine is closed: make another one with infinity.initialize. A Trainer that has trained or "
+                "evaluated has closed its engine: make a new Trainer"
+            )
         if self.in_backward_now:
             raise InfinityError(
                 "the engine is in the middle of a backward pass: make this call before or after it. Inside the pass, "

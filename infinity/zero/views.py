@@ -2,9 +2,9 @@
 
 [Note: parameters that lie elsewhere]
 `param.data = values` leaves the unit's memory unchanged, and the next `show` or `hide` would silently undo it. So each
-`show`, `hide` and update checks that parameters still lie where they were put. A parameter that lies elsewhere is
-copied into its unit's memory, as `param.data.copy_(values)` would do, if that memory is shown and may be written to.
-Otherwise it is refused.
+`show`, `hide`, update, and read of the unit's memory checks that parameters still lie where they were put. A parameter
+that lies elsewhere is copied into its unit's memory, as `param.data.copy_(values)` would do, if that memory is shown
+and may be written to. Otherwise it is refused.
 
 [Note: writes to placeholders]
 `param.data.zero_()` and `nn.init.zeros_(param)` write to a placeholder without an error, and the parameter's version
@@ -111,7 +111,7 @@ class UnitViews:
         self._shown = None
         self._lies = [None] * len(self._lies)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Check that the unit's parameters lie where they were put, see [Note: parameters that lie elsewhere].
 
         Raises:
@@ -188,7 +188,7 @@ class UnitViews:
 
     def _hide(self, indices: Sequence[int]) -> None:
         if self._shown is not False:
-            self._look()
+            self.look()
             self._set(indices, self._nothing())
             self._shown = None
 
@@ -227,14 +227,14 @@ class UnitViews:
         return sums is not None and not torch.equal(_sums(self.values(index)), sums)
 
     def show(self) -> None:
-        self._look()
+        self.look()
         if self._shown:
             return
         self._set(range(len(self._infos)), self._views or self._make_views())
         self._shown = True
 
     def hide(self) -> None:
-        self._look()
+        self.look()
         if self._shown is False:
             return
         self._set(range(len(self._infos)), self._nothing())

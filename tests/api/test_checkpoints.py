@@ -210,6 +210,28 @@ def test_an_attribute_that_changes_in_training_is_no_difference(tmp_path) -> Non
         engine.load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("count", [3, 100])
+def test_what_training_has_changed_is_no_difference_to_another_engine(count, tmp_path) -> None:
+    def model(losses: list[float], calls: int, limit: int) -> nn.Module:
+        made = Heads()
+        made.losses, made.calls, made.limit = losses, calls, limit
+        return made
+
+    with engine_of(model([], 0, 5)) as engine:
+        engine.module.losses += [0.5] * count
+        engine.module.calls = count
+        engine.save_checkpoint(tmp_path)
+        expected = weights(engine)
+    with engine_of(model([0.25], 7, 5), seed=1) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert_same(weights(engine), expected)
+    with (
+        engine_of(model([], 0, 6)) as engine,
+        pytest.raises(infinity.CheckpointError, match="`limit` of the model is 5 in the checkpoint and 6 here"),
+    ):
+        engine.load_checkpoint(tmp_path)
+
+
 # Checkpoints of earlier versions #
 
 

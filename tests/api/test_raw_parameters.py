@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.integrations import full_fp32_values
 from infinity.tiers import SameMemory
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe, batches, loss_of, tiny_gpt2, train_on
@@ -112,6 +113,28 @@ def test_what_is_written_to_parameters_is_trained_on(stage, clipping, link, shri
         here = raw(model)
     for name, values in trained_plainly(shrink, clipping).items():
         torch.testing.assert_close(here[name], values, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("link", [None, SameMemory])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_data_that_are_set_after_the_last_step_are_in_what_is_saved(stage, link, blocking, tmp_path) -> None:
+    config = config_of(stage, offload="cpu", path=tmp_path)
+    model = tiny_gpt2()
+    model.transformer.wpe.requires_grad_(False)
+    with infinity.initialize(model=model, config=config, link=link and link())[0] as engine:
+        train_on(engine, batches(1))
+        expected = {name: torch.full_like(param, 0.25, device="cpu") for name, param in model.named_parameters()}
+        for param in model.parameters():
+            param.data = torch.full_like(param, 0.25)
+        engine.save_checkpoint(tmp_path, blocking=blocking)
+        masters = {name: full_fp32_values(param) for name, param in model.named_parameters()}
+        torch.testing.assert_close(masters, expected, rtol=0, atol=0)
+    model = tiny_gpt2(seed=1)
+    model.transformer.wpe.requires_grad_(False)
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        engine.load_checkpoint(tmp_path)
+        torch.testing.assert_close(dict(engine.named_parameters()), expected, rtol=0, atol=0)
 
 
 def _step(engine: infinity.Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,39 @@ def test_what_contradicts_the_trainer_is_refused(settings, arguments, words, tmp
 
     with pytest.raises(infinity.ConfigError, match=words):
         fit()
+
+
+EMA = pl.callbacks.EMAWeightAveraging
+SWA = pl.callbacks.StochasticWeightAveraging
+
+
+@pytest.mark.parametrize(("stage", "callback"), [(3, EMA), (3, partial(SWA, 1e-2)), (2, EMA)])
+def test_averages_that_would_be_lost_are_refused(stage, callback, tmp_path) -> None:
+    strategy = InfinityStrategy({"zero_optimization": {"stage": stage}})
+    words = "choose stage 2" if stage == 3 else "enable_checkpointing=False"
+    used = trainer(tmp_path, strategy, 1, callbacks=[callback()], enable_checkpointing=True)
+    with pytest.raises(infinity.ConfigError, match=f"WeightAveraging .*{words}"):
+        used.fit(Language(), loader())
+
+
+def test_an_average_of_the_weights_is_lightnings_own(tmp_path) -> None:
+    averages = []
+    for strategy in ("auto", InfinityStrategy({"zero_optimization": {"stage": 2}})):
+        module = Language()
+        trainer(tmp_path, strategy, 3, callbacks=[EMA(decay=0.5)]).fit(module, loader())
+        averages.append(module.state_dict())
+    torch.testing.assert_close(averages[1], averages[0], rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_a_hook_adds_to_a_checkpoint_are_refused(tmp_path) -> None:
+    class Adds(pl.Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+            checkpoint["state_dict"]["average"] = torch.zeros(1)
+
+    strategy = InfinityStrategy({"zero_optimization": {"stage": 2}})
+    used = trainer(tmp_path, strategy, 1, callbacks=[Adds()], enable_checkpointing=True)
+    with pytest.raises(infinity.ConfigError, match="use another key"):
+        used.fit(Language(), loader())
 
 
 def _twice(path: Path, data: Any, make: Any, **more: Any) -> list[float]:

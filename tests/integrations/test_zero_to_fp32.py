@@ -7,9 +7,11 @@ import runpy
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import infinity
 from infinity.integrations.deepspeed import values, zero_to_fp32
+from infinity.integrations.deepspeed.engine import initialize
 from tests.behaviour.reference import batches, loss_of, tiny_gpt2, tiny_llama
 
 
@@ -55,6 +57,47 @@ def test_masters_are_read_exactly(saved, tmp_path) -> None:
         file = tmp_path / ("model.safetensors" if safe else "pytorch_model.bin")
         assert all(torch.equal(read(file)[name], value) for name, value in masters.items())
         assert ("lm_head.weight" in read(file)) is not safe  # which transformers ties again
+
+
+class Sharing(nn.Module):
+    """Two layers share a module that has parameters and buffers, and one buffer has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.BatchNorm1d(4)
+        self.first = nn.Sequential(nn.Linear(4, 4), shared)
+        self.second = nn.Sequential(nn.Linear(4, 4), shared)
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.register_buffer("factor", self.scale)
+        self.register_buffer("cache", self.scale, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.scale
+
+
+@pytest.mark.usefixtures("ends_process_group")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shared_modules_have_all_of_their_names(stage, tmp_path) -> None:
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
+    engine, *_ = initialize(model=Sharing(), config=config)
+    engine.backward(engine(torch.randn(4, 4)).square().mean())
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    engine.save_16bit_model(tmp_path)
+    newest = engine.module.state_dict()
+    assert newest.keys() == Sharing().state_dict().keys()
+    for state in (
+        engine._zero3_consolidated_16bit_state_dict(),
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path),
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(Sharing(), tmp_path).state_dict(),
+    ):
+        torch.testing.assert_close(state, newest, rtol=0, atol=0)
+    Sharing().load_state_dict(torch.load(tmp_path / "pytorch_model.bin"), strict=True)
+    engine.module.first[1].requires_grad_(False)
+    others = {name for name in newest if not name.endswith(("1.weight", "1.bias"))}
+    for state in (engine._zero3_consolidated_16bit_state_dict(True), engine.module_state_dict(None, "", False, True)):
+        assert state.keys() == others
+    engine.destroy()
 
 
 def test_the_script_beside_checkpoints_needs_a_public_module_alone(saved, tmp_path, monkeypatch) -> None:

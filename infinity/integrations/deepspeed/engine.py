@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from infinity import __version__
-from infinity.checkpoint.extra import persistent_buffers
+from infinity.checkpoint.extra import persistent_buffers, tied_names
 from infinity.config import Config
 from infinity.config.load import with_values
 from infinity.errors import ConfigError, InfinityError
@@ -299,7 +299,8 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, torch.Tensor]:
         """The newest values by name, on all ranks; all of them call this together. They are copies in any case."""
-        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        every = self.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, param in every if not param.requires_grad}
         state = self.module.state_dict()
         taken = {} if destination is None else destination
         for name, value in state.items():
@@ -312,16 +313,16 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  #
     ) -> dict[str, torch.Tensor] | None:
         """The newest values by name, in host memory of rank 0; None on the others, which call this together with it."""
         keeps = self.global_rank == 0
-        canonical = {id(param): name for name, param in self.module.named_parameters()}
         found = {name: value for name, value in super().named_parameters() if keeps}
         if not keeps:
             return None
-        state = {}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            if param.requires_grad or not exclude_frozen_parameters:
-                value = found.get(canonical[id(param)])
-                state[name] = param.detach().clone() if value is None else value
-        return state | {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(self.module).items()}
+        state = {
+            name: param.detach().clone() if name not in found else found[name]
+            for name, param in self.module.named_parameters()
+            if param.requires_grad or not exclude_frozen_parameters
+        }
+        state |= {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(self.module).items()}
+        return state | {name: state[first] for name, first in tied_names(self.module).items() if first in state}
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 

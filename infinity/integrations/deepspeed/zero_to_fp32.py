@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from infinity.checkpoint.directory import latest_tag
-from infinity.checkpoint.extra import read_extra
+from infinity.checkpoint.extra import read_extra, tied_names
 from infinity.checkpoint.format import FROZEN_FIELD, MASTER, frozen_params, read_manifest, trained_params
 from infinity.checkpoint.stored import StoredReader, check_files
 from infinity.config import parse_size
@@ -27,7 +27,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """The exact float32 masters of a checkpoint by name, with frozen parameters and buffers, in host memory.
 
-    Of parameters that have several names, all of them are there, for one tensor.
+    Of parameters and buffers that have several names, all of them are there, for one tensor.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -48,10 +48,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
         for name, (field, shape) in wanted.items():
             state[name] = reader.read(f"{field}.{name}", 0, torch.Size(shape).numel()).float().view(shape)
     extra = read_extra(path, manifest)
-    buffers: dict[str, torch.Tensor] = extra["buffers"]
+    state |= extra["buffers"]
     names = extra.get("tied")  # not in checkpoints of before
     tied = {name: state[first] for name, first in names.items() if first in state} if isinstance(names, dict) else {}
-    return state | tied | buffers
+    return state | tied
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -66,9 +66,8 @@ def load_state_dict_from_zero_checkpoint(
     if all(owner_of(param) is None for param in model.parameters()):
         model.float()
     missing, unexpected = model.load_state_dict(state, strict=False)
-    first = {id(param): name for name, param in model.named_parameters()}
-    tied = {name for name, param in model.named_parameters(remove_duplicate=False) if first[id(param)] in state}
-    lacking = [name for name in missing if name not in tied]
+    tied = tied_names(model)
+    lacking = [name for name in missing if tied.get(name) not in state]
     if lacking or unexpected:
         name = (lacking or unexpected)[0]
         side = "the checkpoint has not" if lacking else "the model has not"
