@@ -80,7 +80,7 @@ def is_file_name(name: str) -> bool:
     """It names a file within its directory."""
     try:
         os.fsencode(name)
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, TypeError):  # a caller's value, of any type
         return False
     return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
 

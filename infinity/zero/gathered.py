@@ -314,6 +314,7 @@ class GatheredParameters:
         enabled: False to do nothing.
 
     Raises:
+        ConfigError: `params` is something else, or there is no such rank.
         InfinityError: on entry, with a `modifier_rank` between a forward pass and its backward, when the values must
             not change; at the end, a parameter was changed at stage 3 without a `modifier_rank`, in place or through
             its `.data`. An adapter that was merged and unmerged again is no change.
@@ -323,8 +324,14 @@ class GatheredParameters:
     def __init__(self, params: Gatherable, modifier_rank: int | None = None, *, enabled: bool = True) -> None:
         if isinstance(params, nn.Module):
             params = params.parameters()
-        elif isinstance(params, nn.Parameter):
+        elif isinstance(params, torch.Tensor):
             params = [params]
+        if enabled and (not isinstance(params, Iterable) or isinstance(params, str)):
+            raise ConfigError(
+                f"GatheredParameters: params is {params!r}; give a module, a parameter, or several parameters"
+            )
+        if modifier_rank is not None and type(modifier_rank) is not int:
+            raise ConfigError(f"GatheredParameters: modifier_rank is {modifier_rank!r}; give a rank's number, or None")
         self._params = list(dict.fromkeys(params)) if enabled else []
         self._modifier_rank = modifier_rank
         self._loans: list[Loan] = []
@@ -353,6 +360,11 @@ class GatheredParameters:
         for owner, places in by_owner.values():
             looks = self._modifier_rank is None
             runtime = owner.begin_gathering(what[0], stores=not looks)
+            if self._modifier_rank is not None and not 0 <= self._modifier_rank < runtime.ranks.size:
+                raise ConfigError(
+                    f"GatheredParameters: modifier_rank is {self._modifier_rank}, and there are {runtime.ranks.size} "
+                    f"ranks: give one from 0 to {runtime.ranks.size - 1}"
+                )
             if looks and runtime.executor.views.writable:
                 places = _show(runtime, places)
             self._models.append(owner.module)
