@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -322,17 +322,9 @@ class GatheredParameters:
     """
 
     def __init__(self, params: Gatherable, modifier_rank: int | None = None, *, enabled: bool = True) -> None:
-        if isinstance(params, nn.Module):
-            params = params.parameters()
-        elif isinstance(params, torch.Tensor):
-            params = [params]
-        if enabled and (not isinstance(params, Iterable) or isinstance(params, str)):
-            raise ConfigError(
-                f"GatheredParameters: params is {params!r}; give a module, a parameter, or several parameters"
-            )
         if modifier_rank is not None and type(modifier_rank) is not int:
             raise ConfigError(f"GatheredParameters: modifier_rank is {modifier_rank!r}; give a rank's number, or None")
-        self._params = list(dict.fromkeys(params)) if enabled else []
+        self._params = _several(params) if enabled else []
         self._modifier_rank = modifier_rank
         self._loans: list[Loan] = []
         self._models: list[nn.Module] = []  # the model of each loan
@@ -414,6 +406,17 @@ class GatheredParameters:
             loan.end()
         self._loans.clear()
         self._models.clear()
+
+
+def _several(params: Any) -> list[nn.Parameter]:
+    """Return each of these parameters once. None among them is left alone, as one without an engine is."""
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, torch.Tensor):
+        params = [params]
+    elif not isinstance(params, Iterable) or isinstance(params, str):
+        raise ConfigError(f"GatheredParameters: params is {params!r}; give a module, a parameter or several parameters")
+    return list(dict.fromkeys(params))
 
 
 def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:

@@ -100,7 +100,7 @@ def test_a_change_that_no_rank_is_named_for_is_told(placement, tmp_path) -> None
 def test_what_is_no_parameter_or_rank_is_refused_by_name(tmp_path) -> None:
     with engine_in("moves", tmp_path) as engine:
         for params in (None, 3, "lm_head"):
-            with pytest.raises(ConfigError, match=f"params is {params!r}; give a module, a parameter"):
+            with pytest.raises(ConfigError, match=f"params is {params!r}; give a module"):
                 GatheredParameters(params)  # type: ignore[arg-type]
         for rank in (-1, 1, True, 0.0, "0"):
             with pytest.raises(ConfigError, match=f"modifier_rank is {rank!r}"):  # noqa: SIM117  (it may be at once)

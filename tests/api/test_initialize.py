@@ -64,7 +64,7 @@ def test_what_cannot_be_meant_is_refused_in_words(arguments, words) -> None:
 def test_moments_that_do_not_decay_are_refused(betas) -> None:
     config, words = {"train_batch_size": 1}, re.escape(f"betas are ({betas[0]}, {betas[1]}); each must be")
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "betas": betas}])  # torch looks at defaults only
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "betas": betas}])
     with pytest.raises(infinity.ConfigError, match=words):
         infinity.initialize(model=model, config=config, optimizer=optimizer)
     engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=torch.optim.AdamW)
