@@ -35,7 +35,7 @@ def path_argument(text: str) -> Path:
 
 def name_argument(text: str) -> str:
     """A name, or a path whose `~` is expanded as in `path_argument`, as argparse wants its types."""
-    return str(path_argument(text)) if text.startswith("~") else text
+    return str(path_argument(text)) if text.startswith("~") or not text else text
 
 
 def check_directory(option: str, path: Path) -> None:
