@@ -547,11 +547,13 @@ class Engine(Accessors):
             StorageError: writing failed. The earlier checkpoint is intact.
             CheckpointError: `client_state` contains something that could not be loaded safely, or another run saves its
                 checkpoints in this directory.
-            ConfigError: `save_dir` is empty, `tag` is no plain name or not the same on all ranks, or `keep_last` is not
-                at least 1.
+            ConfigError: `save_dir` is empty, `tag` is no plain name or not the same on all ranks, `keep_last` is not at
+                least 1, or `client_state` is no mapping.
         """
         if keep_last is not None and keep_last < 1:
             raise ConfigError(f"keep_last is {keep_last}; it must be at least 1, the checkpoint that is saved")
+        if not isinstance(client_state, Mapping | None):
+            raise ConfigError(f"client_state is a {type(client_state).__name__}; give a dict, or None")
         return self._session.save(
             save_dir,
             None if tag is None else str(tag),

@@ -235,6 +235,7 @@ def _agreed_optimizer(
         tiered = optimizer_class([{"params": []}], {})
         if trains:
             tiered = optimizer_class(*_parameters(model, config, model_parameters, optimizer))
+            tiered.rules()  # refuses hyper-parameters that cannot be used
         if trains and not own_schedule:  # what would be refused is refused before the tiers are filled
             try_schedule(config, tiered.kind, tiered.param_groups)
         made.append((tiered, *_group_of_each(model, tiered)))

@@ -130,7 +130,7 @@ class Replacement:
 
     def close(self) -> None:
         """Remove what is not published, and let others save here."""
-        with self._held:
+        with self._held, suppress(OSError):  # the next save or load restores it; the error of writing is to be seen
             if self._begun:
                 self._begun = False
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -164,22 +164,26 @@ def writing(path: Path) -> Iterator[None]:
         raise storage_error(error, path) from error
 
 
-def restore_interrupted(directory: Path) -> None:
+def restore_interrupted(directory: Path) -> set[str]:
     """If a save died between its two renames, give the checkpoint that it was to replace its name back.
+
+    Returns:
+        Tags of checkpoints that are replaced and still there.
 
     Raises:
         CheckpointError: it cannot be renamed.
     """
-    if not any(directory.glob(f"{_OLD}*")):
-        return
     try:
+        if not any(directory.glob(f"{_OLD}*")):
+            return set()
         with locked(directory) as alone:
             if alone:  # else a save is under way, which has nothing to be restored
                 _restore(directory)
+        return {path.name.removeprefix(_OLD) for path in directory.glob(f"{_OLD}*")}
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or directory}: a save was interrupted and what it was to replace cannot be renamed "
-            f"({error.strerror}): rename `{_OLD}<tag>` to `<tag>`"
+            f"{error.filename or directory}: what an interrupted save was to replace cannot be looked for or renamed "
+            f"({error.strerror}): if there is a `{_OLD}<tag>`, rename it to `<tag>`"
         ) from error
 
 
@@ -194,9 +198,8 @@ def settle_replaced(ranks: Ranks, directory: Path) -> None:
     Raises:
         CheckpointError: it cannot be renamed.
     """
-    ranks.each(lambda: restore_interrupted(directory), "what an interrupted save has left")
-    replaced = {path.name.removeprefix(_OLD) for path in directory.glob(f"{_OLD}*")}
-    found = sorted(set().union(*ranks.of_all(replaced)))
+    left = ranks.each(lambda: restore_interrupted(directory), "what an interrupted save has left")
+    replaced, found = left[ranks.rank], sorted(set().union(*left))
     if not found:
         return
     counts = ranks.on_rank_0(lambda: {tag: _content(directory / tag / MANIFEST) for tag in found})

@@ -23,11 +23,16 @@ def open_plain(path: Path) -> BinaryIO:
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            plain = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        except BaseException:
+            os.close(descriptor)
+            raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # a name that no file can have
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if not plain:
         os.close(descriptor)
         raise CheckpointError(f"{path} cannot be read: it is no plain file")
     return os.fdopen(descriptor, "rb")
@@ -40,13 +45,14 @@ def read_plain(path: Path, limit_bytes: int = MAX_BYTES) -> bytes:
         CheckpointError: it cannot be read, or is larger than any file of its kind.
     """
     with open_plain(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit_bytes:
-            raise CheckpointError(f"{path} is damaged: it has {size} bytes, more than {limit_bytes}")
         try:
-            return file.read()
+            size = os.fstat(file.fileno()).st_size
+            content = file.read() if size <= limit_bytes else b""
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if size > limit_bytes:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, more than {limit_bytes}")
+    return content
 
 
 def parse_json(content: bytes) -> Any:
@@ -80,7 +86,7 @@ def is_file_name(name: str) -> bool:
     """It names a file within its directory."""
     try:
         os.fsencode(name)
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, TypeError):  # a caller's value, of any type
         return False
     return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
 

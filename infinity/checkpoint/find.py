@@ -77,7 +77,11 @@ def _run_of(directory: Path, tag: str) -> str | None:
 def _newest_of_others(directory: Path, damaged: MutableMapping[str, CheckpointError], run: str | None) -> Found | None:
     """The one that was written last of those not known to be damaged, of this run if one is given."""
     candidates = []
-    for tag in tags(directory):
+    try:
+        others = tags(directory)
+    except OSError:  # the drive fails: the error of the one that is meant says so
+        others = []
+    for tag in others:
         if tag in damaged or not (directory / tag / MANIFEST).is_file():
             continue
         try:

@@ -11,6 +11,7 @@ import math
 import zlib
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,9 @@ def read_manifest_bytes(directory: Path) -> bytes:
 def _of_another_library(directory: Path) -> str:
     """What to do with a checkpoint that is not ours, in words."""
     for pattern, name in (("*_model_states.pt", "DeepSpeed"), (".metadata", "torch.distributed.checkpoint")):
-        if any(directory.glob(pattern)):
-            return f" of this library, but one of {name}: `infinity checkpoint import` makes it one"
+        with suppress(OSError):  # the error of the manifest says it
+            if any(directory.glob(pattern)):
+                return f" of this library, but one of {name}: `infinity checkpoint import` makes it one"
     return ""
 
 

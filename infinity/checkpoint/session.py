@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -257,7 +258,7 @@ class Session:
 
 
 def _named(call: str, directory: str | Path | None) -> Path:
-    """Refuse an empty name, such as that of a variable that is not set: it would be the working directory."""
-    if directory in (None, ""):
+    """Refuse what is no path, and an empty name, such as that of a variable that is not set."""
+    if not isinstance(directory, (str, os.PathLike)) or directory == "":
         raise ConfigError(f'{call}: the directory is {directory!r}; give its path, "." for the working directory')
     return Path(directory)

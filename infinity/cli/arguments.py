@@ -25,6 +25,8 @@ def path_argument(text: str) -> Path:
 
     Whoever hands it to another process, or keeps it in a file, makes it absolute: there it would name another place.
     """
+    if not text:  # such as that of a variable that is not set: Path would make it the working directory
+        raise argparse.ArgumentTypeError('the path is empty; give ".", if the working directory is meant')
     try:
         return Path(expanded_path(text))
     except ValueError as error:
@@ -33,7 +35,7 @@ def path_argument(text: str) -> Path:
 
 def name_argument(text: str) -> str:
     """A name, or a path whose `~` is expanded as in `path_argument`, as argparse wants its types."""
-    return str(path_argument(text)) if text.startswith("~") else text
+    return str(path_argument(text)) if text.startswith("~") or not text else text
 
 
 def check_directory(option: str, path: Path) -> None:

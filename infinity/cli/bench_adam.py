@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from infinity.cli import adam_peer
 from infinity.cli.arguments import path_argument, program_argument
 from infinity.cli.progress import Progress
+from infinity.config import format_size
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _PEERS = {"torch-fused": "torch fused", "torch-foreach": "torch foreach"}
 _QUARTILES = ("low", "median", "high")
+_LEAST_BYTES = 16  # per parameter: fp32 p, g, m, v of the bare loop
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,11 +40,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
-    from infinity.optim.bench import AdamBenchJob, Peer, run_adam_bench  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.memory import available_memory_bytes  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.optim.bench import AdamBenchJob, Peer, run_adam_bench  # noqa: PLC0415  (likewise)
 
     for name, least in (("rounds", args.rounds), ("threads", min(args.threads))):
         if least < 1:
             raise ConfigError(f"--{name} is {least}; it must be at least 1")
+    free = available_memory_bytes()
+    for numel in args.size:
+        if (needed := _LEAST_BYTES * numel) > free:
+            raise ConfigError(
+                f"--size {numel}: states of so many parameters take {format_size(needed)} or more, and "
+                f"{format_size(free)} of memory are free: give a smaller --size"
+            )
     other = None
     if args.peer_python is not None:
         other = Peer(adam_peer.NAME, partial(adam_peer.PeerProcess, args.peer_python))

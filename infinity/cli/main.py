@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import logging
 import os
 import sys
@@ -57,18 +58,38 @@ COMMANDS = (
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141  # as a process has that dies of SIGPIPE
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of `print`, without a filename
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
+    _open_standard_streams()
     try:
         try:
             return _run(arguments)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # `infinity env | head`: nobody reads any more
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError) and (error.filename is not None or error.errno not in _UNWRITTEN):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
-        return EXIT_UNREAD
+        if isinstance(error, BrokenPipeError):  # `infinity env | head`: nobody reads any more
+            return EXIT_UNREAD
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def _open_standard_streams() -> None:
+    """Open those of the three standard streams that the parent has closed (`>&-`), for nobody to read.
+
+    Otherwise a swap file or a checkpoint would get the number of one, and what a C library writes to it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123  (it stays open)
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
+import os
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,10 @@ def load_config(source: ConfigSource, *, auto: Mapping[str, Any] | None = None, 
 
 
 def _read(source: ConfigSource) -> dict[str, Any]:
+    if not isinstance(source, (str, os.PathLike, Mapping)):
+        raise ConfigError(
+            f"the configuration is a {type(source).__name__}; give a JSON file's path, or its content as a dict"
+        )
     values = dict(source) if isinstance(source, Mapping) else read_json(source)
     check_values(values)
     return values

@@ -173,12 +173,11 @@ class AioSection(Section):
 def _drives(value: Any) -> Any:
     """A list is expected, and one path or one drive is what people write."""
     if isinstance(value, str):
-        raise ValueError(f'write a list of drives: [{{"path": "{value}"}}]')
+        raise ValueError(f"write a list of drives: {json.dumps([{'path': value}])}")
     if isinstance(value, dict) and value:
         raise ValueError(f"write a list of drives: [{json.dumps(value, default=str)}]")
     if isinstance(value, list | tuple) and value and all(isinstance(drive, str) for drive in value):
-        written = ", ".join(f'{{"path": "{drive}"}}' for drive in value)
-        raise ValueError(f"write a list of objects: [{written}]")
+        raise ValueError(f"write a list of objects: {json.dumps([{'path': drive} for drive in value])}")
     return value
 
 

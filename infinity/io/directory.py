@@ -39,26 +39,27 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False, lastin
         elif make:
             path.mkdir(0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            problem = _renaming(os.fstat(descriptor), lasting=lasting)
+        except BaseException:
+            os.close(descriptor)
+            raise
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError.of(
             error, f"cannot use this {kind}{', nor create it' if make else ''} ({reason})", path, None
         ) from error
-    try:
-        problem = _renaming(os.fstat(descriptor), lasting=lasting)
-        if problem is not None:
-            raise StorageError(
-                errno.EPERM,
-                f"cannot use this {kind}: {problem} and has no sticky bit, so that others could put files of theirs in "
-                "the place of ours; {} or chmod +t it, or give a directory of your own below".format(
-                    "chmod o-w" if "everybody" in problem else "chown it, chmod g-w it"
-                ),
-                str(path),
-                None,
-            )
-    except BaseException:
+    if problem is not None:
         os.close(descriptor)
-        raise
+        raise StorageError(
+            errno.EPERM,
+            f"cannot use this {kind}: {problem} and has no sticky bit, so that others could put files of theirs in "
+            "the place of ours; {} or chmod +t it, or give a directory of your own below".format(
+                "chmod o-w" if "everybody" in problem else "chown it, chmod g-w it"
+            ),
+            str(path),
+            None,
+        )
     return descriptor
 
 

@@ -11,7 +11,7 @@ import torch
 from infinity.config.values import number, switch
 from infinity.errors import ConfigError
 from infinity.kernels import AdagradHyper, Hyper, Rule, SgdHyper
-from infinity.optim.plain import Lion, lion_rule
+from infinity.optim.plain import Lion, betas_of, lion_rule
 
 Values = Mapping[str, Any]
 
@@ -36,11 +36,11 @@ class OptimizerKind:
 
 
 def _adam(values: Values, step: int, grad_scale: float) -> Rule:
-    beta1, beta2 = values["betas"]
+    beta1, beta2 = betas_of(values)
     return Hyper(
         lr=float(values["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
+        beta1=beta1,
+        beta2=beta2,
         eps=float(values["eps"]),
         weight_decay=float(values["weight_decay"]),
         step=step,

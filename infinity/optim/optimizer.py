@@ -232,14 +232,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Return the present rule for update number `step` of a parameter of `group`.
 
         Raises:
-            ConfigError: a hyper-parameter of the group is missing or is no number.
+            ConfigError: a hyper-parameter of the group is missing, is no number or is out of range.
         """
         try:
             return self.kind.rule(self.param_groups[group], step, grad_scale)
         except (KeyError, TypeError, ValueError) as error:
             values = self._hyper_parameters(self.param_groups[group])
             raise ConfigError(
-                f"parameter group {group} has a hyper-parameter that is missing or is no number ({error!r}); it has "
+                f"parameter group {group} has a hyper-parameter that is missing or cannot be used ({error!r}); it has "
                 f"{values}: correct optimizer.param_groups[{group}]"
             ) from error
 

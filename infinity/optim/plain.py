@@ -81,10 +81,17 @@ class PlainOptimizer(torch.optim.Optimizer):
         return torch.float32 if self.defaults["fp32_optimizer_states"] else parameter.dtype
 
 
+def betas_of(group: Group) -> tuple[float, float]:
+    """Decay factors of a group's moments. Raises ValueError if a moment would not decay."""
+    beta1, beta2 = map(float, group["betas"])
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):  # nor if one is NaN
+        raise ValueError(f"betas are ({beta1}, {beta2}); each must be at least 0 and less than 1")
+    return beta1, beta2
+
+
 def lion_rule(group: Group, step: int, grad_scale: float) -> Rule:
     """Lion's numbers of an update."""
-    beta1, beta2 = group["betas"]
-    return LionHyper(float(group["lr"]), float(beta1), float(beta2), float(group["weight_decay"]), step, grad_scale)
+    return LionHyper(float(group["lr"]), *betas_of(group), float(group["weight_decay"]), step, grad_scale)
 
 
 class Lion(PlainOptimizer):

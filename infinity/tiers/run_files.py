@@ -123,7 +123,8 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
         return None
     if record is not None:
         wanted = [path / data_name(record.run, rank, index) for index, path in enumerate(directories)]
-        missing = [path for path in wanted if not path.exists()]
+        there = {file.path for file in files}
+        missing = [path for path in wanted if path not in there]
         if missing and record.generations[0].sequence > 1:
             raise CheckpointError(
                 f"{missing[0]} is missing, of the states that {records[0].path} describes: give all paths in the order "

@@ -58,7 +58,7 @@ def open_swap(
         check_available()
     for path in paths:
         remove_stale(path.path)  # free the space of dead runs
-    drives = [path.path.stat().st_dev for path in paths]
+    drives = [_drive(path.path) for path in paths]
     stripes = [] if run is None else list(run.stripes)  # the layout of adopted files follows from these
     if not stripes:
         weights = _weights(paths, drives, options, backend)
@@ -359,6 +359,14 @@ def _locate(files: Sequence[Path], extent: Extent, offset: int, nbytes: int) -> 
 
 
 # Drives #
+
+
+def _drive(path: Path) -> int:
+    """Return the number of the device that a directory is on."""
+    try:
+        return path.stat().st_dev
+    except OSError as error:
+        raise StorageError.of(error, "cannot use this nvme path", path, None) from error
 
 
 def _capacity(path: NvmeConfig, alternatives: int) -> int:

@@ -224,7 +224,7 @@ def adopt_owned(directory: Path, name: str, nbytes: int, kept_bytes: int) -> Own
             why = "a living process has these states: end it first, or give each run a directory of its own"
         raise StorageError.of(error, why, place.path) from error
     owned = OwnedFile(place, descriptor)
-    _reserve(owned, directory, max(nbytes, os.fstat(descriptor).st_size))
+    _reserve(owned, directory, max(nbytes, size))
     return owned
 
 
@@ -237,7 +237,7 @@ def _reserve(owned: OwnedFile, directory: Path, nbytes: int) -> None:
         raise StorageError.of(
             error,
             f"cannot reserve {nbytes} bytes for the model's states "
-            f"({_free(directory)} bytes are free): free some, or choose another nvme path",
+            f"({error.strerror}; {_free(directory)} bytes are free): free some, or choose another nvme path",
             directory,
         ) from error
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -314,6 +314,7 @@ class GatheredParameters:
         enabled: False to do nothing.
 
     Raises:
+        ConfigError: `params` is something else, or there is no such rank.
         InfinityError: on entry, with a `modifier_rank` between a forward pass and its backward, when the values must
             not change; at the end, a parameter was changed at stage 3 without a `modifier_rank`, in place or through
             its `.data`. An adapter that was merged and unmerged again is no change.
@@ -321,11 +322,9 @@ class GatheredParameters:
     """
 
     def __init__(self, params: Gatherable, modifier_rank: int | None = None, *, enabled: bool = True) -> None:
-        if isinstance(params, nn.Module):
-            params = params.parameters()
-        elif isinstance(params, nn.Parameter):
-            params = [params]
-        self._params = list(dict.fromkeys(params)) if enabled else []
+        if modifier_rank is not None and type(modifier_rank) is not int:
+            raise ConfigError(f"GatheredParameters: modifier_rank is {modifier_rank!r}; give a rank's number, or None")
+        self._params = _several(params) if enabled else []
         self._modifier_rank = modifier_rank
         self._loans: list[Loan] = []
         self._models: list[nn.Module] = []  # the model of each loan
@@ -353,6 +352,11 @@ class GatheredParameters:
         for owner, places in by_owner.values():
             looks = self._modifier_rank is None
             runtime = owner.begin_gathering(what[0], stores=not looks)
+            if self._modifier_rank is not None and not 0 <= self._modifier_rank < runtime.ranks.size:
+                raise ConfigError(
+                    f"GatheredParameters: modifier_rank is {self._modifier_rank}, and there are {runtime.ranks.size} "
+                    f"ranks: give one from 0 to {runtime.ranks.size - 1}"
+                )
             if looks and runtime.executor.views.writable:
                 places = _show(runtime, places)
             self._models.append(owner.module)
@@ -402,6 +406,17 @@ class GatheredParameters:
             loan.end()
         self._loans.clear()
         self._models.clear()
+
+
+def _several(params: Any) -> list[nn.Parameter]:
+    """Return each of these parameters once. None among them is left alone, as one without an engine is."""
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, torch.Tensor):
+        params = [params]
+    elif not isinstance(params, Iterable) or isinstance(params, str):
+        raise ConfigError(f"GatheredParameters: params is {params!r}; give a module, a parameter or several parameters")
+    return list(dict.fromkeys(params))
 
 
 def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from infinity.errors import RankError
 from infinity.telemetry.tasks import read_task
+from infinity.zero.answered import AnsweredStore
 from infinity.zero.watch import Watch
 
 _POLL_S = (0.0002, 0.05)  # between polls: at first, and at most
@@ -96,14 +97,19 @@ class Meeting:
     def __init__(self, group: Any) -> None:
         name = f"infinity/{group.group_name}"
         c10d: Any = dist.distributed_c10d
-        self._store = c10d.PrefixStore(name, c10d._get_default_store())
+        store = c10d.PrefixStore(name, c10d._get_default_store())
+        self._store = AnsweredStore(store)
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
-        self.watch = Watch(c10d.PrefixStore("watch", self._store), self._rank, self._size)
+        self.watch = Watch(c10d.PrefixStore("watch", store), self._rank, self._size)
         self._passed = 0  # doors that all ranks have passed
         self._gave_up = False
         self._told_s = -_PROGRESS_S
         self.processes: list[Process] = []
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how long the store may take for an answer, and when the watch begins to warn."""
+        self._store.timeout_s = self.watch.timeout_s = timeout_s
 
     def together(self, what: str, timeout_s: float) -> None:
         """Block until all ranks call this with the same `what`.

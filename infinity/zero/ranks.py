@@ -126,7 +126,7 @@ class Ranks:
         if "gloo" not in str(dist.get_backend_config(group)):
             host = _group_of(dist.get_process_group_ranks(group or dist.group.WORLD), "gloo", timeout_s)
         meeting = meeting_of(group)
-        meeting.watch.timeout_s = timeout_s
+        meeting.set_timeout(timeout_s)
         ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting)
         ranks.together("infinity.initialize()")
         meeting.processes = ranks.of_all(this_process())

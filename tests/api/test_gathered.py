@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from infinity.errors import CapacityError, InfinityError
+from infinity.errors import CapacityError, ConfigError, InfinityError
 from infinity.zero import GatheredParameters
 from tests.api.placements import PLACEMENTS, engine_in
 from tests.behaviour.reference import batches, loss_of, tiny_llama, train_on
@@ -94,6 +94,20 @@ def test_a_change_that_no_rank_is_named_for_is_told(placement, tmp_path) -> None
             weight.mul_(2).fill_(1 / 0)
         with GatheredParameters(engine.module), torch.no_grad(), GatheredParameters(weight, 0):
             weight.mul_(2)
+        train_on(engine, DATA[:1])
+
+
+def test_what_is_no_parameter_or_rank_is_refused_by_name(tmp_path) -> None:
+    with engine_in("moves", tmp_path) as engine:
+        for params in (None, 3, "lm_head"):
+            with pytest.raises(ConfigError, match=f"params is {params!r}; give a module"):
+                GatheredParameters(params)  # type: ignore[arg-type]
+        for rank in (-1, 1, True, 0.0, "0"):
+            with pytest.raises(ConfigError, match=f"modifier_rank is {rank!r}"):  # noqa: SIM117  (it may be at once)
+                with GatheredParameters(engine.module, rank):  # type: ignore[arg-type]
+                    pass
+        with GatheredParameters([engine.module.lm_head.weight, None], 0):  # type: ignore[list-item]  # as libraries do
+            pass
         train_on(engine, DATA[:1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +58,23 @@ MODEL = nn.Linear(2, 2)
 def test_what_cannot_be_meant_is_refused_in_words(arguments, words) -> None:
     with pytest.raises(infinity.ConfigError, match=re.escape(words)):
         infinity.initialize(**arguments)
+
+
+@pytest.mark.parametrize("betas", [(1.5, 0.9), (0.9, 1.0), (math.nan, 0.9), (-0.1, 0.9)])
+def test_moments_that_do_not_decay_are_refused(betas) -> None:
+    config, words = {"train_batch_size": 1}, re.escape(f"betas are ({betas[0]}, {betas[1]}); each must be")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "betas": betas}])
+    with pytest.raises(infinity.ConfigError, match=words):
+        infinity.initialize(model=model, config=config, optimizer=optimizer)
+    engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=torch.optim.AdamW)
+    with engine:
+        before = dict(engine.named_parameters())
+        optimizer.param_groups[0]["betas"] = betas
+        loss = engine(torch.ones(1, 2)).sum()
+        with pytest.raises(infinity.ConfigError, match=words):
+            engine.backward(loss)
+        assert all(torch.equal(value, before[name]) for name, value in engine.named_parameters())
 
 
 def test_an_optimizer_of_frozen_parameters_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -129,10 +130,10 @@ from torch import nn
 import infinity
 import infinity.zero.watch as watch
 
-rank, path = int(sys.argv[1]), sys.argv[2]
+rank, store, stopped = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 watch._PERIOD_S = 0.2
 dist.init_process_group(
-    "gloo", init_method=f"file://{path}/store", rank=rank, world_size=2, timeout=timedelta(minutes=30)
+    "gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(minutes=30)
 )
 torch.manual_seed(0)
 config = {"train_micro_batch_size_per_gpu": 1, "communication": {"timeout": 4}}
@@ -140,7 +141,7 @@ config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimiz
 model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
 engine = infinity.initialize(model=model, config=config)[0]
 for step in range(2):
-    if step and rank == 1:
+    if step and rank == stopped:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGSTOP)
     engine.backward(engine(torch.randn(1, 64)).square().mean())
@@ -150,13 +151,29 @@ for step in range(2):
 
 def test_a_rank_that_hangs_is_named_within_the_timeout_whatever_the_groups_own_is(tmp_path) -> None:
     """The process group was made with torch's half hour."""
-    processes = [Child(["-c", SCRIPT, str(rank), tmp_path]) for rank in range(2)]
+    processes = [Child(["-c", SCRIPT, str(rank), f"file://{tmp_path}/store", "1"]) for rank in range(2)]
     try:
         _, told = processes[0].communicate(timeout=100)
         assert processes[0].returncode != 0
         last = told.strip().splitlines()[-1]
         assert "RankError: rank 0 of 2: the " in told, told
         assert "rank 1 has not been heard of for" in told, last
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_stopped_rank_that_has_the_store_does_not_hang_the_others() -> None:
+    """Its connections stay open, and torch's client of the store waits for answers without a limit."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    processes = [Child(["-c", SCRIPT, str(rank), store, "0"]) for rank in range(2)]
+    try:
+        _, told = processes[1].communicate(timeout=60)
+        assert processes[1].returncode != 0
+        assert "RankError: rank 1 of 2: the " in told, told
     finally:
         for process in processes:
             process.kill()

@@ -204,7 +204,7 @@ def test_saving_in_the_middle_of_a_step_is_refused(tmp_path) -> None:
             engine.save_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("empty", ["", None])
+@pytest.mark.parametrize("empty", ["", None, 3])
 @pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "save_16bit_model"])
 def test_an_empty_name_is_not_the_working_directory(call, empty, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -213,6 +213,15 @@ def test_an_empty_name_is_not_the_working_directory(call, empty, tmp_path, monke
             getattr(engine, call)(empty)
         engine.save_checkpoint(".")
     assert (tmp_path / "latest").exists()
+
+
+def test_what_is_no_client_state_or_file_name_is_refused(tmp_path) -> None:
+    with make_engine(Placement()) as engine:
+        with pytest.raises(infinity.ConfigError, match="client_state is a int; give a dict"):
+            engine.save_checkpoint(tmp_path, client_state=3)  # type: ignore[arg-type]
+        with pytest.raises(infinity.ConfigError, match="save_filename 3 must be the plain name"):
+            engine.save_16bit_model(tmp_path, save_filename=3)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_tag_that_leads_elsewhere_is_refused(tmp_path) -> None:

@@ -6,11 +6,13 @@ import errno
 import os
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 import infinity
 from infinity.checkpoint.directory import latest_tag, locked, replacing, restore_interrupted
+from infinity.checkpoint.find import find_checkpoint
 from tests import prepared
 
 
@@ -32,6 +34,35 @@ def test_a_failed_save_leaves_the_old_one(tmp_path) -> None:
     assert full.value.errno == errno.ENOSPC
     assert (tmp_path / "tag" / "file").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "tag"]
+
+
+def fail(*_: object, **__: object) -> NoReturn:
+    raise OSError(errno.EIO, "the drive has gone")
+
+
+def test_a_drive_that_fails_for_good_does_not_hide_why_a_save_failed(tmp_path, monkeypatch) -> None:
+    def save() -> None:
+        with replacing(tmp_path, "tag"):
+            monkeypatch.setattr(Path, "glob", fail)
+            raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(infinity.StorageError, match="No space left"):
+        save()
+
+
+@pytest.mark.parametrize(("cls", "name"), [(os, "fstat"), (Path, "glob"), (Path, "is_dir")])
+def test_a_drive_that_fails_is_told_in_words_by_a_load(cls, name, tmp_path, monkeypatch) -> None:
+    with replacing(tmp_path, "tag") as target:
+        fill(target, "no manifest")
+
+    def load() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(cls, name, fail)
+            restore_interrupted(tmp_path)
+            find_checkpoint(tmp_path, None, {})
+
+    with pytest.raises(infinity.CheckpointError, match=f"{tmp_path}.*(the drive has gone|No such file)"):
+        load()
 
 
 @pytest.mark.parametrize("call", range(1, 12))

@@ -75,3 +75,10 @@ def test_a_peer_s_python_is_an_absolute_path_or_in_path(tmp_path, monkeypatch) -
     assert program_argument(Path(sys.executable).name) == Path(sys.executable)
     with pytest.raises(argparse.ArgumentTypeError, match="no-such-program' is no program in PATH; give its path"):
         program_argument("no-such-program")
+
+
+def test_more_parameters_than_memory_holds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench-adam", "--size", "4K", "1e17"]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "--size 100000000000000000: states of so many parameters take" in shown.err

@@ -323,6 +323,31 @@ def test_a_home_directory_is_expanded_in_a_model_and_a_tokenizer(monkeypatch, tm
         assert f"{option} {tmp_path}/mine" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("streams", "code", "shown"),
+    [
+        (">/dev/full", 2, "error: the output cannot be written: No space left on device"),
+        (">&-", 0, ""),
+        ("2>&- >&- <&-", 0, ""),
+    ],
+)
+def test_standard_streams_that_are_full_or_closed(streams, code, shown) -> None:
+    script = """
+import os, sys
+from infinity.cli import configs, main
+listing = configs.run
+def run(args):
+    low = os.open("/dev/null", os.O_RDONLY)
+    assert low > 2  # a file with the number of a standard stream would get what libraries write to it
+    return listing(args)
+configs.run = run
+sys.exit(main.main(["configs"]))
+"""
+    command = ["bash", "-c", f'"$0" -c "$1" {streams}', sys.executable, script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr.strip(), done.stdout) == (code, shown, "")
+
+
 def test_help_is_quick_and_needs_no_torch() -> None:
     script = """
 import sys

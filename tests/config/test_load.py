@@ -226,6 +226,9 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path) -> None:
     broken.write_text("[]")
     with pytest.raises(ConfigError, match="must hold a JSON object"):
         load_config(broken)
+    for source in (None, True, 1.0, [broken]):
+        with pytest.raises(ConfigError, match=f"the configuration is a {type(source).__name__}; give a JSON file's"):
+            load_config(source)  # type: ignore[arg-type]
     broken.write_text(json.dumps({"gradient_clipping": 0.5}))
     assert load_config(broken).gradient_clipping == 0.5
 
@@ -235,6 +238,7 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path) -> None:
     [
         ("/x", r"tiering.nvme is '/x'; write a list of drives: \[\{\"path\": \"/x\"\}\]"),
         ({"path": "/x"}, r"write a list of drives: \[\{\"path\": \"/x\"\}\]"),
+        ('/"\ud800', r"write a list of drives: \[\{\"path\": \"/\\\"\\ud800\"\}\]"),
         (["/x", "/y"], r"write a list of objects: \[\{\"path\": \"/x\"\}, \{\"path\": \"/y\"\}\]"),
     ],
 )

@@ -47,6 +47,15 @@ def test_what_would_make_a_directory_of_that_name_is_refused(text, words, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+def test_an_empty_path_is_not_the_working_directory(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for option in ("--nvme", "--output", "--save-dir", "--data"):
+        with pytest.raises(SystemExit):
+            main(["train", "gpt2:tiny", f"{option}="])
+        assert f'argument {option}: the path is empty; give "."' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_configuration_has_the_expanded_path(monkeypatch) -> None:
     monkeypatch.setenv("SCRATCH", "/scratch")
     config = load_config({"train_batch_size": 2, "tiering": {"nvme": [{"path": "$SCRATCH/swap"}]}}, world_size=1)

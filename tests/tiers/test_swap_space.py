@@ -7,6 +7,7 @@ import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import infinity.tiers.checksums
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError, StorageError
 from infinity.io import IoOptions, Priority
-from infinity.io.directory import allocate
+from infinity.io.directory import allocate, open_directory
 from infinity.memory import Arena
 from infinity.tiers import SwapSpace, open_swap
 
@@ -101,6 +102,19 @@ def test_a_drive_that_is_too_full_names_itself_and_leaves_nothing(tmp_path, monk
     space.close()
     assert not list((tmp_path / "a").iterdir())
     assert allocated == [4 * MIB]
+
+
+def test_a_directory_that_cannot_be_looked_at_is_named(tmp_path, monkeypatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", fail)
+        with pytest.raises(StorageError, match=r"\(Stale file handle\)") as failed:
+            open_directory(tmp_path, "nvme path")
+    assert (failed.value.errno, failed.value.filename) == (errno.ESTALE, str(tmp_path))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_space_that_a_file_has_is_not_asked_for_again(tmp_path, monkeypatch) -> None:

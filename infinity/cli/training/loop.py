@@ -177,7 +177,8 @@ def _prepare(settings: Settings) -> _Prepared:
             "weights: give a model directory or a Hugging Face name, or leave --lora out"
         )
     saving = settings.saving
-    output = output_directory(saving.output, settings.model, source) if saving.model else None
+    data_paths = (*settings.data.data, *settings.data.eval_data)
+    output = output_directory(saving.output, settings.model, source, data_paths) if saving.model else None
     if output is not None and ranks.rank == 0:
         check_directory("--output", output)
     if saving.every is not None:

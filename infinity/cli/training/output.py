@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,27 @@ ADAPTERS = "adapter"  # the directory of LoRA adapters, within the trained model
 _FOLDER = "trained"
 
 
-def output_directory(asked: Path | None, model: str, source: Path | None) -> Path:
+def output_directory(asked: Path | None, model: str, source: Path | None, data: Sequence[Path]) -> Path:
     """Return where the trained model goes: where the command line says, or a new directory below `trained`.
 
     Args:
         model: its name on the command line.
         source: the directory that its weights are read from.
+        data: files and directories that training reads.
 
     Raises:
-        ConfigError: the trained model would take the place of the one that training begins with.
+        ConfigError: the trained model would take the place of the one that training begins with, or lie among the data.
     """
     if asked is None:
         return _unused(Path(_FOLDER) / Path(model).name.replace(":", "-"))
     if source is not None and asked.resolve() == source.resolve():
         raise ConfigError(
             f"--output {asked} is the directory of --model, whose weights training begins with: give another directory"
+        )
+    if asked.resolve() in [path.resolve() for path in data]:
+        raise ConfigError(
+            f"--output {asked} is also given as data, so the trained model's files would lie among the data: give "
+            "another directory"
         )
     return asked
 

@@ -13,7 +13,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.kernels import Hyper, Rule
 from infinity.optim.kinds import adagrad_rule
-from infinity.optim.plain import Group, Lion, PlainOptimizer
+from infinity.optim.plain import Group, Lion, PlainOptimizer, betas_of
 
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -23,8 +23,7 @@ _OF_OTHERS = ("alpha", "clip_threshold", "dampening", "etas", "lambd", "lr_decay
 
 
 def _adam_rule(group: Group, step: int, grad_scale: float) -> Rule:
-    beta1, beta2 = group["betas"]
-    numbers = (float(group["lr"]), float(beta1), float(beta2), float(group["eps"]), float(group["weight_decay"]))
+    numbers = (float(group["lr"]), *betas_of(group), float(group["eps"]), float(group["weight_decay"]))
     return Hyper(*numbers, step, decoupled=bool(group["decoupled_weight_decay"]), grad_scale=grad_scale)
 
 
