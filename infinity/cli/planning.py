@@ -90,6 +90,7 @@ class Asked:
     """What the options say.
 
     Attributes:
+        tiles: into which the linear layers of models for --params are cut.
         emulated: a machine that is not here, whose rates nobody has measured; nothing for others.
     """
 
@@ -102,6 +103,7 @@ class Asked:
     rates: Rates
     seq_len: int
     checkpointing: bool
+    tiles: int = 1
     emulated: str = ""
 
     def work(self, plan: TrainingPlan) -> Work:
@@ -219,6 +221,7 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
         _rates(args, config, machine),
         args.seq_len or min(_TOKENS, longest),
         args.checkpoint_activations,
+        args.tiles,
         args.emulate or "",
     )
 
