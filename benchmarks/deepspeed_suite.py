@@ -1,7 +1,8 @@
 """DeepSpeed's own unit tests, of a checkout of its repository, with infinity as their DeepSpeed.
 
-    python benchmarks/deepspeed_suite.py --tests DeepSpeed/tests --json
-    python benchmarks/deepspeed_suite.py --tests DeepSpeed/tests --only tensor_fragment --verbose
+    cp -r DeepSpeed/tests copy/tests    # without DeepSpeed itself beside them, which they would import
+    python benchmarks/deepspeed_suite.py --tests copy/tests --json
+    python benchmarks/deepspeed_suite.py --tests copy/tests --only tensor_fragment --verbose
 
 The claim: scripts for DeepSpeed find what they call, and it does what its name says; what is not here says so. So every
 test counts as passed, failed or skipped, with the first cause of what failed, and there is no floor: it counts, and
@@ -68,6 +69,8 @@ def main() -> int:
         "SUITE_WITHOUT_BF16": str(int(args.without_bf16)),
     }
     tests = args.tests.absolute()
+    if (tests.parent / "deepspeed").exists():  # the tests put this folder before all others
+        raise SystemExit(f"{tests.parent} has DeepSpeed itself, which the tests would import: copy {tests} elsewhere")
     suite = Suite(tests, ("stand_ins.deepspeed_suite",), environment=environment, limit_s=args.limit)
     results = run(suite, test_files(tests, args.only), verbose=args.verbose)
     print(json.dumps(results) if args.json else table(results))

@@ -65,7 +65,7 @@ def _largest(asked: Asked) -> Shape | None:
     from infinity.planner import largest_model  # noqa: PLC0415  (torch takes seconds)
 
     host_bytes, libraries = asked.host_bytes, libraries_bytes()
-    return largest_model(asked.config, asked.machine, asked.drives, host_bytes, asked.work_of, libraries)
+    return largest_model(asked.config, asked.machine, asked.drives, host_bytes, asked.work_of, libraries, asked.tiles)
 
 
 def _largest_line(largest: Shape | None) -> str:

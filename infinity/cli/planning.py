@@ -90,6 +90,7 @@ class Asked:
     """What the options say.
 
     Attributes:
+        tiles: into which the linear layers of models for --params are cut.
         emulated: a machine that is not here, whose rates nobody has measured; nothing for others.
     """
 
@@ -102,6 +103,7 @@ class Asked:
     rates: Rates
     seq_len: int
     checkpointing: bool
+    tiles: int = 1
     emulated: str = ""
 
     def work(self, plan: TrainingPlan) -> Work:
@@ -168,7 +170,7 @@ def draft_of(asked: Asked) -> Draft:
 def libraries_bytes() -> int:
     """Return what this process takes once it has computed, in bytes, as the first call measures it.
 
-    It has loaded what training loads. Call it first before there is a model.
+    It has loaded what training loads. Call it first before there is a model with memory.
     """
     import psutil  # noqa: PLC0415  (measured at the end, so loaded late)
 
@@ -201,13 +203,13 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
         from infinity.memory import available_memory_bytes  # noqa: PLC0415  (torch takes seconds)
         from infinity.planner import Drive, Machine, drives_here, free_on  # noqa: PLC0415
 
-    libraries = libraries_bytes()
     _fill_in(args)
+    model, name, longest = _model(args, command)
+    libraries = libraries_bytes()  # with those that the model has loaded
     world = args.nodes * args.ranks
     config = load_config(_values(args), world_size=world)
     drives = drives_here(config) if args.nvme_capacity is None else [Drive("--nvme-capacity", args.nvme_capacity)]
     machine = Machine(world, args.ranks, args.device_memory, args.machine_memory, free_on(drives))
-    model, name, longest = _model(args, command)
     return Asked(
         model,
         name,
@@ -219,6 +221,7 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
         _rates(args, config, machine),
         args.seq_len or min(_TOKENS, longest),
         args.checkpoint_activations,
+        args.tiles,
         args.emulate or "",
     )
 

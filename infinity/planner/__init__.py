@@ -3,7 +3,7 @@
 from infinity.planner.filled import filled_later, once_filled, states_on_device
 from infinity.planner.memory import Estimate, estimate, host_problem, largest_model, plan_with_room, problems
 from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
-from infinity.planner.stand_in import WIDTH_STEP, Shape, shape_of, stand_in
+from infinity.planner.stand_in import WIDTH_STEP, Shape, shape_of, stand_in, usual_shape
 from infinity.planner.step_time import StepTime, predict_step
 from infinity.planner.sweep import Point, Sweep
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
@@ -38,6 +38,7 @@ __all__ = [
     "rates_of",
     "shape_of",
     "stand_in",
+    "usual_shape",
     "states_on_device",
     "with_numbers",
 ]

@@ -10,7 +10,7 @@ from torch import nn
 from infinity.config import Config, format_size
 from infinity.errors import CapacityError
 from infinity.planner.filled import activation_bytes, computing_bytes, gradient_bytes
-from infinity.planner.stand_in import Shape, shape_of, stand_in
+from infinity.planner.stand_in import Shape, stand_in, usual_shape
 from infinity.planner.step_time import StepTime
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work
@@ -21,11 +21,10 @@ Count = Callable[[nn.Module, TrainingPlan], Work]
 # Stacks, the allocator's fragments and libraries that load late: at least so much, or a twentieth of the memory.
 _SLACK_BYTES = 128 << 20
 _SLACK_SHARE = 20
-_LEAST_PARAMS, _MOST_PARAMS = 5e6, 1e15
+_MOST_PARAMS = 1e15
 _SURE = 0.98  # of the free memory: libraries take a little more or less in another process
 _NEAR = 1.05
 _LEAST_BYTES = 6  # of a parameter and its states, in any format
-_TRIES = 14  # halvings of a factor of 2e8: within a few percent
 
 
 @dataclass(frozen=True)
@@ -187,13 +186,20 @@ def _with_room(config: Config, plan: TrainingPlan, beside_bytes: int, host_bytes
 
 
 def largest_model(
-    config: Config, machine: Machine, drives: list[Drive], host_bytes: int, count: Count, libraries_bytes: int
+    config: Config,
+    machine: Machine,
+    drives: list[Drive],
+    host_bytes: int,
+    count: Count,
+    libraries_bytes: int,
+    tiles: int = 1,
 ) -> Shape | None:
     """Return the largest decoder that trains on these machines, according to `problems`; None if none does.
 
     Args:
         drives, host_bytes: see `problems`.
         count: counts the work of a micro-batch of a model.
+        tiles: see `stand_in`.
     """
 
     host_bytes = int(_SURE * host_bytes)
@@ -201,10 +207,13 @@ def largest_model(
     every_byte = machines * (host_bytes + free_on(drives))
     every_byte += machine.ranks * (machine.device_bytes or 0)
 
-    def fits(params: float) -> bool:
-        if params * _LEAST_BYTES > every_byte:  # planning a model that is far too large would take minutes
+    def fits(step: int) -> bool:
+        shape = usual_shape(step)
+        if shape.params > min(
+            _MOST_PARAMS, every_byte / _LEAST_BYTES
+        ):  # planning a model that is far too large would take minutes
             return False
-        model = stand_in(shape_of(params))
+        model = stand_in(shape, tiles)
         free_bytes = host_bytes - libraries_bytes * machine.neighbours
         try:
             _, plan, work = plan_with_room(model, config, machine, lambda plan: count(model, plan), free_bytes)
@@ -212,14 +221,12 @@ def largest_model(
             return False
         return not any(problems(plan, estimate(plan, work, libraries_bytes), drives, host_bytes))
 
-    low, high = _LEAST_PARAMS, _LEAST_PARAMS
-    if not fits(low):
+    if not fits(0):
         return None
-    while fits(high) and high < _MOST_PARAMS:
-        low, high = high, 8 * high
-    for _ in range(_TRIES):
-        middle = (low * high) ** 0.5
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1 and usual_shape(high).params > _NEAR * usual_shape(low).params:
+        middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-        if high / low < _NEAR:
-            break
-    return shape_of(low)
+    return usual_shape(low)

@@ -55,6 +55,16 @@ def shape_of(params: float) -> Shape:
     return best
 
 
+def usual_shape(step: int) -> Shape:
+    """Return the decoder of usual proportions that comes at this place, from 0, in their order by size.
+
+    No dimension of a decoder is smaller than those of the one before it, and so is no memory that it takes. Those of
+    `shape_of` are not in such an order: they are wide or deep as their number of parameters requires.
+    """
+    width = WIDTH_STEP * (1 + step // 2)
+    return Shape(max(1, round((width + step % 2 * WIDTH_STEP) / _WIDTH_PER_LAYER)), width)
+
+
 def _deep(params: float, width: int) -> Shape:
     """Return the decoder of this width whose number of layers fits best."""
     layers = (params - VOCABULARY * width) / (12 * width**2 + 13 * width)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -383,7 +383,7 @@ class Shards:
         return [(all_ - below) * self.grad_dtype.itemsize for all_, below in zip(self.numels, self.below, strict=True)]
 
     def _tile_sizes(self, numels: Sequence[int]) -> list[int]:
-        return [self.tile_bytes(numel) for numel in cut_into_tiles(numels, self.tile_numel)]
+        return _sizes_of_tiles(numels, self.tile_numel, self.tile_bytes)
 
 
 def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Collection[int]) -> list[int]:
@@ -732,8 +732,16 @@ def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> I
 def cut_into_tiles(shard_numels: Sequence[int], tile_numel: int) -> Iterator[int]:
     """Yield the elements of every tile of every shard."""
     for shard_numel in shard_numels:
-        for start in range(0, shard_numel, tile_numel):
-            yield min(tile_numel, shard_numel - start)
+        whole, rest = divmod(shard_numel, tile_numel)
+        yield from itertools.repeat(tile_numel, whole)
+        if rest:
+            yield rest
+
+
+def _sizes_of_tiles(shard_numels: Sequence[int], tile_numel: int, tile_bytes: Callable[[int], int]) -> list[int]:
+    """Return the bytes of every tile of every shard."""
+    # A large model has a million tiles, but few different ones.
+    return [*map(cache(tile_bytes), cut_into_tiles(shard_numels, tile_numel))]
 
 
 def stay_in_memory(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
@@ -757,7 +765,7 @@ def resident_tiles(
     the first unit come first: its gradients are the last of a backward pass, and the next forward begins with it, so
     nothing would hide its traffic.
     """
-    sizes = [tile_bytes(numel) for numel in cut_into_tiles(shard_numels, tile_numel)]
+    sizes = _sizes_of_tiles(shard_numels, tile_numel, tile_bytes)
     first = -(-next((numel for numel in shard_numels if numel), 0) // tile_numel)
     within = sum(total <= resident_bytes for total in itertools.accumulate(sizes[:first]))
     return [True] * within + stay_in_memory(sizes[within:], resident_bytes - sum(sizes[:within]))

@@ -46,6 +46,17 @@ def test_libraries_count_with_what_the_first_products_load() -> None:
     assert int(found.stdout) > 4 << 20
 
 
+def test_libraries_count_with_those_of_the_model(tmp_path) -> None:
+    """transformers and its model take 120 MiB."""
+    found = []
+    for model in (["--params", "2x64"], ["--model", "gpt2:tiny"]):
+        command = ["estimate", *model, "--config", config_file(tmp_path), "--json"]
+        script = f"from infinity.cli.main import main; main({command!r})"
+        ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        found.append(json.loads(ended.stdout)["libraries_bytes"])
+    assert found[1] > found[0] + (40 << 20)
+
+
 def test_libraries_do_not_grow_with_what_was_planned_before() -> None:
     before = libraries_bytes()
     held = torch.ones(4 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config, load_config
+from infinity.errors import CapacityError
 from infinity.planner import (
     Drive,
     Machine,
@@ -23,7 +25,10 @@ from infinity.planner import (
     problems,
     shape_of,
     stand_in,
+    usual_shape,
 )
+from infinity.planner.memory import Count
+from infinity.planner.work import Pass
 
 GIB = 1 << 30
 LIBRARIES = 400 << 20
@@ -45,11 +50,16 @@ def count(model: nn.Module, plan: TrainingPlan) -> Work:
     return count_work(model, plan.sizing.partition, torch.bfloat16, 1, 1024)
 
 
-def refused(shape: Shape, config: Config, machine: Machine, host_bytes: int) -> list[str]:
+def refused(
+    shape: Shape, config: Config, machine: Machine, drives: list[Drive], host_bytes: int, count: Count = count
+) -> list[str]:
     model = stand_in(shape)
     free_bytes = host_bytes - LIBRARIES * machine.neighbours
-    _, plan, work = plan_with_room(model, config, machine, lambda plan: count(model, plan), free_bytes)
-    return list(problems(plan, estimate(plan, work, LIBRARIES), DRIVES, host_bytes))
+    try:
+        _, plan, work = plan_with_room(model, config, machine, lambda plan: count(model, plan), free_bytes)
+    except CapacityError as error:
+        return [str(error)]
+    return list(problems(plan, estimate(plan, work, LIBRARIES), drives, host_bytes))
 
 
 @pytest.mark.parametrize("gib", [16, 24, 64, 1000])
@@ -57,9 +67,9 @@ def test_an_auto_budget_is_never_refused_where_one_by_hand_would_pass(gib, tmp_p
     config = auto_config(tmp_path)
     machine = Machine(host_bytes=gib * GIB)
     shape = shape_of(8e9)
-    assert refused(shape, config, machine, gib * GIB) == []
+    assert refused(shape, config, machine, DRIVES, gib * GIB) == []
     by_hand = replace(config, tiering=replace(config.tiering, host_memory_bytes=8 * GIB))
-    assert refused(shape, by_hand, machine, gib * GIB) == []
+    assert refused(shape, by_hand, machine, DRIVES, gib * GIB) == []
 
 
 def test_a_device_budget_leaves_room_for_activations(tmp_path) -> None:
@@ -68,7 +78,7 @@ def test_a_device_budget_leaves_room_for_activations(tmp_path) -> None:
     model = stand_in(shape_of(4e9))
     plain = plan_training(model, config, machine)
     assert any(problems(plain, estimate(plain, count(model, plain), LIBRARIES), DRIVES, 64 * GIB))
-    assert refused(shape_of(4e9), config, machine, 64 * GIB) == []
+    assert refused(shape_of(4e9), config, machine, DRIVES, 64 * GIB) == []
 
 
 def test_what_fits_is_left_as_it_is(tmp_path) -> None:
@@ -78,28 +88,50 @@ def test_what_fits_is_left_as_it_is(tmp_path) -> None:
     assert same is config
 
 
-# name: ranks on the machine, device memory in GiB or None for the CPU, host memory in GiB
+# name: ranks on the machine, device memory in GiB or None for the CPU, host memory and free space on drives in GiB
 MACHINES = {
-    "4090": (1, 24, 64),
-    "3090 with little memory": (1, 24, 24),
-    "L40S": (1, 48, 512),
-    "A100": (1, 80, 512),
-    "H100": (1, 80, 512),
-    "H200": (1, 141, 512),
-    "2 x 4090": (2, 24, 128),
-    "8 x H100": (8, 80, 2000),
-    "laptop of 16 GB": (1, None, 15),
-    "laptop of 8 GB": (1, None, 7),
-    "container of 4 GB": (1, None, 4),
-    "server of 1 TB": (1, None, 1000),
+    "RTX 4090": (1, 23.5, 64, 1862),
+    "RTX 4090 with 128 GB": (1, 23.5, 128, 1862),
+    "RTX 5090": (1, 31.4, 192, 1862),
+    "L40S": (1, 44.4, 256, 1862),
+    "A100 of 40 GB": (1, 39.4, 128, 1862),
+    "H100": (1, 79.2, 1024, 3725),
+    "H200": (1, 139, 1500, 3725),
+    "4 x H100": (4, 79.2, 2048, 3725),
+    "8 x H100": (8, 79.2, 2048, 3725),
+    "laptop of 16 GB": (1, None, 15, 465),
+    "laptop of 32 GB with a card": (1, 7.6, 31, 465),
+    "container of 2 GiB": (1, None, 2, 93),
+    "container of 700 MiB": (1, None, 0.68, 93),
 }
+STEPS = list(itertools.product((2048, 8192), (0.0, 1.0), (False, True)))
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_the_largest_model_is_accepted(name, tmp_path) -> None:
-    ranks, device, host = MACHINES[name]
-    machine = Machine(ranks, ranks, None if device is None else device * GIB, host * GIB)
-    config = auto_config(tmp_path, ranks)
-    shape = largest_model(config, machine, DRIVES, host * GIB, count, LIBRARIES)
-    assert shape is not None
-    assert refused(shape, config, machine, host * GIB) == []
+def counted(model: nn.Module, tokens: int, *, checkpointing: bool) -> Work:
+    """About what `count_work` counts for a decoder, in less time."""
+    layers, width = len(model.blocks), model.norm.normalized_shape[0]
+    inputs, inside, logits = 2 * width * tokens, 32 * width * tokens, 4 * 50257 * tokens
+    saved = inputs * layers if checkpointing else inside * layers
+    return Work(tokens, Pass(), Pass(), saved + 1.5 * logits, inside if checkpointing else 0.0, 2.0 * logits)
+
+
+@pytest.mark.parametrize(("name", "step"), list(zip(MACHINES, itertools.cycle(STEPS), strict=False)))
+def test_the_largest_model_is_accepted_and_the_next_one_refused(name, step, tmp_path) -> None:
+    ranks, device, host, drive = MACHINES[name]
+    tokens, clipping, checkpointing = step
+    host_bytes, drives = int(host * GIB), [Drive("/a", drive * GIB)]
+    machine = Machine(ranks, ranks, device and int(device * GIB), host_bytes, drives[0].free_bytes)
+    config = replace(auto_config(tmp_path, ranks), gradient_clipping=clipping)
+    if host > 16:  # few tiles, so that a plan takes little time
+        config = replace(config, tiering=replace(config.tiering, tile_size_bytes=int(host) << 23))
+
+    def count(model: nn.Module, plan: TrainingPlan) -> Work:
+        return counted(model, tokens, checkpointing=checkpointing)
+
+    asked = config, machine, drives
+    shape = largest_model(*asked, host_bytes, count, LIBRARIES)
+    if shape is not None:
+        assert refused(shape, *asked, host_bytes, count) == []
+    least_params = 0 if shape is None else 1.05 * shape.params
+    larger = next(larger for larger in map(usual_shape, itertools.count()) if larger.params > least_params)
+    assert refused(larger, *asked, int(0.98 * host_bytes), count), "the search leaves a little of the host's memory"
