@@ -216,7 +216,7 @@ def config_of(regime: Regime, path: str, params: int) -> dict[str, Any]:
 def touch(engine: infinity.Engine) -> None:
     """Have the memory be there that updates ahead of the norm leave in what they replace: on a virtual machine it comes
     slowly, and would take some steps' time."""
-    arena = engine._runtime.pipeline.undoing.log.arena
+    arena = engine._runtime.pipeline.rollback.log.arena
     if free_bytes := arena.capacity_bytes - arena.used_bytes:
         with arena.lease(free_bytes) as all_of_it:
             all_of_it.tensor(torch.uint8).zero_()
@@ -395,7 +395,7 @@ def undo_room(engine: infinity.Engine) -> float:
         logged += numel if undo_bytes else 0
         unlogged += 0 if undo_bytes else numel
         needed_bytes += undo_bytes
-    fits = min(1.0, runtime.pipeline.undoing.log.arena.capacity_bytes / max(1, needed_bytes))
+    fits = min(1.0, runtime.pipeline.rollback.log.arena.capacity_bytes / max(1, needed_bytes))
     return (unlogged + fits * logged) / max(1, unlogged + logged)
 
 

@@ -32,10 +32,10 @@ from infinity.planner import (
     Rates,
     Shape,
     count_work,
+    decoder_of,
     estimate,
     plan_training,
     predict_step,
-    stand_in,
     with_numbers,
 )
 
@@ -96,7 +96,7 @@ def plan_example(example: Example) -> dict[str, Any]:
         link_bytes_per_s=LINK_RATE,
         collective_bytes_per_s=COLLECTIVE_RATE,
     )
-    model = stand_in(example.shape, example.tiles)
+    model = decoder_of(example.shape, example.tiles)
     plan = plan_training(model, config, machine)
     work = count_work(model, plan.sizing.partition, torch.float16, example.batch, SEQ, checkpointing=True)
     needs = estimate(plan, work, 0)

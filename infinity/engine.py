@@ -30,10 +30,10 @@ from infinity.telemetry.status import Publisher
 from infinity.zero.build import Runtime
 from infinity.zero.drivers import LossFn, call, driven, loss_of, train_layer_major
 from infinity.zero.gathered import Place, check_room, claim, disclaim, newest_values, views_of
+from infinity.zero.grad_placeholders import GradPlaceholder
 from infinity.zero.guards import Guards
 from infinity.zero.materialize import rebuild
 from infinity.zero.phases import Phase
-from infinity.zero.stand_ins import StandIn
 from infinity.zero.status import publisher_of
 from infinity.zero.step import USE_TRAIN_BATCH, Step
 
@@ -84,7 +84,7 @@ class Engine(Accessors):
             undo.callback(disclaim, model)
             self._guards = Guards(model, runtime, self, {id(model.get_parameter(name)) for name in optimizer.frozen})
             undo.callback(self._guards.remove)
-            runtime.settle()
+            runtime.show_newest()
             undo.pop_all()
         publisher = publisher_of(self._step, runtime, optimizer, config)
         # Must hold no reference to self, so that an unreferenced engine is collected.
@@ -446,7 +446,7 @@ class Engine(Accessors):
         """The model's own `zero_grad` was called."""
         self._step.drop_failed()
 
-    def settle(self, what: str) -> None:
+    def finish_updates(self, what: str) -> None:
         """Have the parameters' values be those of the last step, for a look at them."""
         self._step.check_values(what)
         self.synchronize()
@@ -501,10 +501,10 @@ class Engine(Accessors):
             InfinityError: under the schedule `backward`, between the last backward pass of a step and `step()`.
         """
         for name, values in newest_values(
-            self._runtime, self.module, partial(self.settle, "engine.named_parameters()")
+            self._runtime, self.module, partial(self.finish_updates, "engine.named_parameters()")
         ):
-            if isinstance(self.module.get_parameter(name).grad, StandIn):
-                values.grad = StandIn(values)
+            if isinstance(self.module.get_parameter(name).grad, GradPlaceholder):
+                values.grad = GradPlaceholder(values)
             yield name, values
 
     def parameters(self) -> Iterator[torch.Tensor]:

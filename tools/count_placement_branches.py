@@ -33,7 +33,7 @@ WORDS = {
     "persistent",
     "placement",
     "rules",
-    "settles",
+    "waits_for_updates",
     "shards_params",
     "site",
     "spills_gradients",

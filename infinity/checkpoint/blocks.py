@@ -69,7 +69,7 @@ class Staging:
         assert self._engine is not None
         buffer, before = self._buffers.popleft()
         if before is not None:
-            before.settle()
+            before.wait()
         staged = buffer.tensor(torch.uint8, len(data)).numpy()
         staged[:] = np.frombuffer(data, np.uint8)  # others may run meanwhile
         future = self._engine.write(target, offset, buffer.span(0, len(data)), Priority.DEMAND)
@@ -81,7 +81,7 @@ class Staging:
         """Wait for what is being written, and give the memory back."""
         for _, write in self._buffers:
             if write is not None:
-                write.settle()
+                write.wait()
         if self._engine is not None:
             self._engine.close()
             self._engine = None  # whose descriptors go with it
@@ -106,7 +106,7 @@ def _engine() -> IoEngine | None:
 
 
 class _Write:
-    """A range on its way from a buffer, which has to stay as it is until this has settled."""
+    """A range on its way from a buffer, which has to stay as it is until this has ended."""
 
     def __init__(self, file: OutputFile, data: memoryview, offset: int, future: IoFuture) -> None:
         self._file = file
@@ -116,7 +116,7 @@ class _Write:
         self._lock = Lock()
         self._error: BaseException | None = None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until it is over, well or not; what direct I/O refuses goes through the cache."""
         with self._lock:
             if self._future is None:
@@ -140,7 +140,7 @@ class _Write:
         Raises:
             OSError: writing failed.
         """
-        self.settle()
+        self.wait()
         if self._error is not None:
             raise self._error
 
@@ -209,7 +209,7 @@ class OutputFile:
             return
         self._closed = True
         for pending in self._pending:
-            pending.settle()
+            pending.wait()
         self._pending.clear()
         os.close(self._cached)
         if self._direct is not None:

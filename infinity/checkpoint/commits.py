@@ -156,7 +156,7 @@ class Commits:
         assert due is not None
         self._gate.result()  # one at a time
         gate: Future[None] = Future()
-        with self._runtime.arena.handing_over:
+        with self._runtime.arena.critical:
             slots, writes = self._slots.close_epoch(gate)
             self._gate = gate
             self._sequence += 1
@@ -258,7 +258,7 @@ class Commits:
         try:
             with self._runtime.counters.aside("resume"):
                 ranks.each(self._runtime.executor.take_over, "resuming: the tensors")
-            self._runtime.settle()
+            self._runtime.show_newest()
             step.updates.steps = dict(generation.state["steps"])
             step.counter.resume(Counts(**generation.state["counters"]))
             loss_scale = step.losses.loss_scale

@@ -25,7 +25,7 @@ from infinity.checkpoint.deepspeed_files import DeepSpeedFiles, deepspeed_at, re
 from infinity.checkpoint.deepspeed_progress import counters_of, extra_of
 from infinity.checkpoint.files import brief
 from infinity.checkpoint.imported import Foreign, ForeignParam, Pieces, Values, Zeros, named_as_damaged, write_imported
-from infinity.checkpoint.pickles import StandIn
+from infinity.checkpoint.pickles import ForeignObject
 from infinity.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -272,7 +272,7 @@ def _saved_for(files: DeepSpeedFiles, rank: int, key: str, group: int) -> Any:
 
 def _address(place: Any) -> tuple[int, int]:
     """First element and elements of a slice, from what stands in for DeepSpeed's class of them."""
-    if isinstance(place, StandIn) and isinstance(place.get("start"), int):
+    if isinstance(place, ForeignObject) and isinstance(place.get("start"), int):
         return place.get("start"), place.get("numel")
     return 0, 0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from infinity.checkpoint.directory import check_tag, latest_tag
 from infinity.checkpoint.files import brief
-from infinity.checkpoint.pickles import StandIn, read_pickle
+from infinity.checkpoint.pickles import ForeignObject, read_pickle
 from infinity.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
@@ -139,7 +139,7 @@ def states_of(optimizer: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 def _level(path: Path, optimizers: tuple[Mapping[str, Any], ...]) -> int:
     states = states_of(optimizers[0], path)
     level = states.get("zero_stage", 1)  # the bf16 optimizer, which shards as stage 1 does, does not say so
-    if isinstance(level, StandIn):  # of an enumeration
+    if isinstance(level, ForeignObject):  # of an enumeration
         level = level.arguments[0] if level.arguments else None
     if level not in (1, 2, 3):
         raise CheckpointError(f"{path} is of ZeRO stage {brief(level)}; 1, 2 and 3 can be imported")

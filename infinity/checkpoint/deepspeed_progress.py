@@ -9,7 +9,7 @@ import torch
 
 from infinity.checkpoint.deepspeed_files import DeepSpeedFiles, states_of
 from infinity.checkpoint.imported import plain_extra
-from infinity.checkpoint.pickles import StandIn, stranger, whole
+from infinity.checkpoint.pickles import ForeignObject, stranger, whole
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.kinds import ADAM, kind_from_config
 
@@ -150,7 +150,7 @@ def _schedule(state: Any, rates: list[float]) -> dict[str, Any] | None:
 def _loss_scale(files: DeepSpeedFiles) -> dict[str, float] | None:
     """Where a dynamic loss scale is; it moves here as it does there."""
     scaler = states_of(files.optimizers[0], files.path).get("loss_scaler")
-    if not isinstance(scaler, StandIn) or scaler.get("cur_scale") is None:
+    if not isinstance(scaler, ForeignObject) or scaler.get("cur_scale") is None:
         return None
     shift, left = scaler.get("delayed_shift"), scaler.get("cur_hysteresis")
     last = scaler.get("last_overflow_iter")

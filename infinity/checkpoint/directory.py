@@ -187,7 +187,7 @@ def restore_interrupted(directory: Path) -> set[str]:
         ) from error
 
 
-def settle_replaced(ranks: Ranks, directory: Path) -> None:
+def resolve_replaced(ranks: Ranks, directory: Path) -> None:
     """See [Note: what is replaced]; all ranks call this together.
 
     [Note: what is replaced]
@@ -204,7 +204,7 @@ def settle_replaced(ranks: Ranks, directory: Path) -> None:
         return
     counts = ranks.on_rank_0(lambda: {tag: _content(directory / tag / MANIFEST) for tag in found})
 
-    def settle() -> None:
+    def resolve() -> None:
         if not directory.is_dir():
             return
         with locked(directory) as alone:
@@ -217,7 +217,7 @@ def settle_replaced(ranks: Ranks, directory: Path) -> None:
         sync_directory(directory)  # everywhere, before the next save removes what is replaced anywhere
 
     try:
-        ranks.each(settle, "what an interrupted save has replaced")
+        ranks.each(resolve, "what an interrupted save has replaced")
     except OSError as error:
         raise CheckpointError(f"{error.filename or directory} cannot be renamed: {error.strerror}") from error
 

@@ -11,7 +11,7 @@ import torch
 
 from infinity.checkpoint.codes import Codes, check_codes, load_codes
 from infinity.checkpoint.conversion import moments_of
-from infinity.checkpoint.directory import settle_replaced
+from infinity.checkpoint.directory import resolve_replaced
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.find import Found, find_checkpoint
 from infinity.checkpoint.fit import check_fit
@@ -83,7 +83,7 @@ def open_checkpoint(
         CheckpointError: the checkpoint is missing, damaged or of another model, or is not the same for all ranks.
     """
     ranks = runtime.ranks
-    settle_replaced(ranks, directory)
+    resolve_replaced(ranks, directory)
     damaged: dict[str, CheckpointError] = {}
     while True:
         found = ranks.on_rank_0(lambda: find_checkpoint(directory, tag, damaged))

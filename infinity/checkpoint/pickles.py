@@ -1,7 +1,7 @@
 """What somebody else's `torch.save` wrote, read without running any of it.
 
 torch's restricted unpickler makes tensors and plain containers, and takes no class that it is not told of. Whatever
-else a file names gets a stand-in of this file under that name: it keeps what it is given, and does nothing.
+else a file names gets a `ForeignObject` under that name: it keeps what it is given, and does nothing.
 
 [Note: tensors that stay in the file]
 torch would map the file into memory, and a file that is truncated while it is read then ends the process by SIGBUS. So
@@ -34,7 +34,7 @@ _SMALL_BYTES = 1 << 20  # of a storage that is read at once
 _PLAIN = (torch.Tensor, str, bytes, int, float, bool, type(None), torch.dtype)
 
 
-class StandIn:
+class ForeignObject:
     """An object of a class that is not known here, or the result of a function.
 
     Attributes:
@@ -48,7 +48,7 @@ class StandIn:
     def __init__(self, *arguments: Any) -> None:
         """Nothing is done with the arguments; see `__new__`."""
 
-    def __new__(cls, *arguments: Any) -> StandIn:
+    def __new__(cls, *arguments: Any) -> ForeignObject:
         made = super().__new__(cls)
         made.arguments = arguments
         made.state = {}
@@ -85,8 +85,8 @@ def read_pickle(path: Path) -> dict[str, Any]:
             archive = zipfile.ZipFile(file)
             check_sums(archive)
             names = get_unsafe_globals_in_checkpoint(str(path))
-            stand_ins: list[Any] = [(type("StandIn", (StandIn,), {"name": name}), name) for name in names]
-            with safe_globals(stand_ins):
+            foreign: list[Any] = [(type("ForeignObject", (ForeignObject,), {"name": name}), name) for name in names]
+            with safe_globals(foreign):
                 content = _Storages(path, file, archive).unpickled()
         except Exception as error:  # whatever unpickling objects to
             raise CheckpointError(f"{path} cannot be read without running code of it: {_reason(error)}") from error
@@ -226,10 +226,10 @@ def _reason(error: Exception) -> str:
 
 def stranger(value: Any) -> str | None:
     """Name of the first class in a value that is neither tensor nor plain; None if there is none."""
-    if isinstance(value, StandIn):
+    if isinstance(value, ForeignObject):
         return value.name
     if isinstance(value, type):
-        return value.__name__ if not issubclass(value, StandIn) else value.name
+        return value.__name__ if not issubclass(value, ForeignObject) else value.name
     if isinstance(value, Mapping):
         return _first(*value.keys(), *value.values())
     if isinstance(value, list | tuple | set | frozenset):

@@ -3,7 +3,7 @@
 [Note: several directories]
 Ranks on several machines may give directories that they do not share. The lowest rank of each directory leads there: it
 holds the lock, writes the manifest, which is the same everywhere, and renames. Rank 0 is the last to rename. A kill
-meanwhile leaves directories of two checkpoints, of which rank 0's counts: see `settle_replaced`.
+meanwhile leaves directories of two checkpoints, of which rank 0's counts: see `resolve_replaced`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infinity.checkpoint.directory import (
     latest_tag,
     make_directory,
     remove,
-    settle_replaced,
+    resolve_replaced,
     tags,
     writing,
 )
@@ -116,7 +116,7 @@ class Saving:
             given = extra if ranks.rank == 0 else None
             self._content = ranks.each(lambda: _begin(directory, given), "saving: the beginning")[0]
             self._leads = directory_leaders(ranks, directory)[ranks.rank] == ranks.rank
-            settle_replaced(ranks, directory)
+            resolve_replaced(ranks, directory)
             self._on_leaders(lambda: _take(self._new, self.path, self._run), "saving: the directory")
             self._on_leaders(lambda: self._write_codes(codes), "saving: the codes")
 

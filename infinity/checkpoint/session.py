@@ -162,7 +162,7 @@ class Session:
         step, runtime = self._step, self._runtime
         with runtime.counters.aside("load_checkpoint"):
             load_tensors(opened, runtime, codes_of(self._model), moments=parts.optimizer)
-        runtime.settle()
+        runtime.show_newest()
         step.updates.steps = dict(opened.manifest.steps) if parts.optimizer else {}
         if parts.progress:
             step.counter.resume(Counts(**opened.manifest.counters))

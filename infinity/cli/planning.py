@@ -301,7 +301,7 @@ def _model(args: argparse.Namespace, command: str) -> tuple[nn.Module, str, int]
         if args.seq_len is not None and args.seq_len > longest:
             raise ConfigError(f"--seq-len is {args.seq_len}, but {args.model} takes at most {longest} tokens")
         return model, args.model, longest
-    from infinity.planner import WIDTH_STEP, Shape, shape_of, stand_in  # noqa: PLC0415
+    from infinity.planner import WIDTH_STEP, Shape, decoder_of, shape_of  # noqa: PLC0415
 
     try:
         layers, _, width = args.params.partition("x")
@@ -310,7 +310,7 @@ def _model(args: argparse.Namespace, command: str) -> tuple[nn.Module, str, int]
         raise ConfigError(f"--params {args.params}: {error}; write 70e9, or 128x25600 (layers x width)") from error
     if not (0 < shape.layers < _MOST and 0 < shape.width < _MOST) or shape.width % WIDTH_STEP:
         raise ConfigError(f"--params {args.params}: the width must be a multiple of {WIDTH_STEP}")
-    return stand_in(shape, args.tiles), f"GPT, {shape.layers} layers of width {shape.width}", args.seq_len or _TOKENS
+    return decoder_of(shape, args.tiles), f"GPT, {shape.layers} layers of width {shape.width}", args.seq_len or _TOKENS
 
 
 def _rates(args: argparse.Namespace, config: Config, machine: Machine) -> Rates:

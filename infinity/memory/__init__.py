@@ -9,7 +9,7 @@ from infinity.memory.available import (
     memory_limit_bytes,
 )
 from infinity.memory.budget import Budget, Ledger, Level
-from infinity.memory.hand_over import HandingOver
+from infinity.memory.critical_section import CriticalSection
 from infinity.memory.mapping import FRESH_BYTES
 from infinity.memory.scratch import Loan, Scratch, scratch_on
 from infinity.memory.stable import SparePages, StableBuffer, StableMemory, stable_memory
@@ -21,7 +21,7 @@ __all__ = [
     "Budget",
     "DeviceLevel",
     "FreeList",
-    "HandingOver",
+    "CriticalSection",
     "Lease",
     "Ledger",
     "Level",

@@ -17,7 +17,7 @@ from infinity.errors import CapacityError, InfinityError
 from infinity.io import Span
 from infinity.kernels import bind_this_thread, thread_count
 from infinity.memory import pinning
-from infinity.memory.hand_over import HandingOver
+from infinity.memory.critical_section import CriticalSection
 from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
 
 ALIGN_BYTES = 4096  # of leases, tiles and files: a multiple of the blocks of direct I/O
@@ -76,12 +76,12 @@ class Arena:
 
     Attributes:
         used_bytes, peak_bytes: bytes leased now, and at most so far.
-        handing_over: guards every hand-over of the memory, in all parts of the arena.
+        critical: guards every hand-over of the memory, in all parts of the arena.
     """
 
     def __init__(self, capacity_bytes: int, *, pin: torch.device | None = None) -> None:
         self._begin(capacity_bytes)
-        self.handing_over = HandingOver()
+        self.critical = CriticalSection()
         self._mapping = make_mapping(max(self.capacity_bytes, ALIGN_BYTES), HUGE_PAGE_BYTES)
         self._mapping.open()
         self._address = self._mapping.address
@@ -138,7 +138,7 @@ class Arena:
             at_end: lease the end of a hole. Small and large leases fragment the arena less at different ends.
         """
         size = aligned(nbytes)
-        with self.handing_over:
+        with self.critical:
             offset = self._free.take(size, at_end=at_end)
             if offset is None:
                 return None
@@ -150,7 +150,7 @@ class Arena:
 
         Meanwhile no thread may access them. Tensors that were made of them before are invalid.
         """
-        with self.handing_over:
+        with self.critical:
             self._free = FreeList(self.capacity_bytes)
             for lease in sorted(leases, key=lambda lease: lease.address):  # so that no lease overwrites a later one
                 offset = self._free.take(aligned(lease.nbytes))

@@ -67,12 +67,12 @@ class AdamW(torch.optim.Optimizer):
         self._started: set[torch.Tensor] = set()  # updated by a hook since the last step()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self._settle_in([parameter for group in self.param_groups for parameter in group["params"]])
+        self._adopt([parameter for group in self.param_groups for parameter in group["params"]])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if self._placed:  # after the constructor has added its groups
-            self._settle_in(self.param_groups[-1]["params"])
+            self._adopt(self.param_groups[-1]["params"])
 
     def close(self) -> None:
         """Finish queued updates and free the states."""
@@ -182,7 +182,7 @@ class AdamW(torch.optim.Optimizer):
             self._steps[parameter] = int(values["step"])
             home.write(unit, parameter, {name: value for name, value in values.items() if name != "step"})
 
-    def _settle_in(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _adopt(self, parameters: Sequence[torch.Tensor]) -> None:
         """Allocate the states of parameters, one home for each dtype."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in parameters:

@@ -26,8 +26,8 @@ from infinity.memory import Lease
 from infinity.optim.formats import StateLayout, update
 from infinity.optim.jobs import UpdateJob, UpdateTicket, parts_of
 from infinity.optim.reading import Reading
+from infinity.optim.rollback import Rollback
 from infinity.optim.tile_fields import TileFields
-from infinity.optim.undo import Undo
 from infinity.optim.undo_log import Image, UndoLog
 from infinity.schedule.update_queue import UpdateQueue
 from infinity.telemetry import Counters, Waits
@@ -53,7 +53,7 @@ class UpdatePipeline:
     Attributes:
         layout: of the states.
         waits: waiting times of the worker. A thread that waits for a ticket waits for them, too.
-        undoing: the undo log.
+        rollback: the undo log.
         before_update: called by the worker for every tile of a job before its update, in order; must not raise. May be
             set only while no job is queued.
 
@@ -77,7 +77,7 @@ class UpdatePipeline:
         self.before_update: BeforeUpdate | None = None
         self._ring = Ring(states, slots, self.waits)
         self._fields = TileFields(layout)
-        self.undoing = Undo(layout, states, self._fields, self._ring, len(slots), undo_log or UndoLog(0))
+        self.rollback = Rollback(layout, states, self._fields, self._ring, len(slots), undo_log or UndoLog(0))
         self._queue = UpdateQueue[UpdateTicket]()
         self._reading = Reading(self._queue, self._ring, states.stored)
         self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -145,11 +145,11 @@ class UpdatePipeline:
     def all_tiles(self, unit: int) -> frozenset[int]:
         return frozenset(range(len(self._states.tiles(unit))))
 
-    def can_undo(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
-        """See `Undo.can_undo`. Empty if `before_update` is set, which must see the tiles of a unit in order."""
+    def can_roll_back(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
+        """See `Rollback.can_roll_back`. Empty if `before_update` is set, which must see a unit's tiles in order."""
         if self.before_update is not None:
             return frozenset()
-        return self.undoing.can_undo(unit, param=param, without=[each for each in without if not each.chosen])
+        return self.rollback.can_roll_back(unit, param=param, without=[each for each in without if not each.chosen])
 
     def withdraw(self, ticket: UpdateTicket) -> bool:
         """Cancel a speculative update and free its part of the undo log.
@@ -161,15 +161,15 @@ class UpdatePipeline:
                 return False
             self._queue.remove(ticket)
             ticket.recovers = False
-        self.undoing.forget_before(ticket)
+        self.rollback.forget_before(ticket)
         ticket.computed.set_result(None)
         return True
 
-    def undo(self, tickets: Sequence[UpdateTicket]) -> None:
+    def roll_back(self, tickets: Sequence[UpdateTicket]) -> None:
         """Roll back the states of these updates, which must not be in progress. Blocks.
 
-        Only tiles that `can_undo` returned before the submission can be rolled back. Parameters are not restored:
-        `Undo.params_before` has them.
+        Only tiles that `can_roll_back` returned before the submission can be rolled back. Parameters are not restored:
+        `Rollback.params_before` has them.
 
         Raises:
             StorageError: the old states cannot be read.
@@ -178,7 +178,7 @@ class UpdatePipeline:
         def errand() -> None:
             for ticket in tickets:
                 for tile in self._tiles_of(ticket.job):
-                    self.undoing.undo(ticket, tile)
+                    self.rollback.roll_back(ticket, tile)
 
         self._send(errand)
 
@@ -195,7 +195,7 @@ class UpdatePipeline:
 
         def errand() -> None:
             updated = [tile for tile in self._tiles_of(ticket.job) if tile not in ticket.tiles]
-            self.undoing.recover(ticket, updated, grad, param)
+            self.rollback.recover(ticket, updated, grad, param)
 
         self._send(errand)
 
@@ -242,7 +242,7 @@ class UpdatePipeline:
                 if writable:
                     tile.end_write(_HOST)
             finally:
-                write = self._ring.let_go(tile)
+                write = self._ring.release(tile)
             if write is not None:
                 writes.append(write)
         self._ring.clear()
@@ -291,7 +291,7 @@ class UpdatePipeline:
         self._stop()
         atexit.unregister(self._leave)
         self._ring.clear()
-        self.undoing.close()
+        self.rollback.close()
         self._fields.clear()
 
     def _leave(self) -> None:
@@ -412,7 +412,7 @@ class UpdatePipeline:
                 self.before_update(job.unit, tile, job.param, self._fields.of(tile))
             touched = self._compute(ticket, tile)
         finally:
-            write = self._ring.let_go(tile)
+            write = self._ring.release(tile)
         if write is not None:
             ticket.writes.append(write)
         if touched and job.write is not None and (write := job.write(tile.start, tile.numel)) is not None:
@@ -425,11 +425,11 @@ class UpdatePipeline:
         if not parts:
             return False
         begun_s = time.perf_counter()
-        image = self.undoing.begin_keeping(ticket, tile)
+        image = self.rollback.begin_keeping(ticket, tile)
         tile.begin_write(_HOST)  # no move touches a held tile
         self._apply(ticket, tile, parts, image)
         if image is not None:
-            self.undoing.end_keeping(ticket, tile, image)
+            self.rollback.end_keeping(ticket, tile, image)
         tile.end_write(_HOST)
         self._counters.updated(job.unit, tile.nbytes, begun_s)
         return True
@@ -464,7 +464,7 @@ class UpdatePipeline:
                 params=job.reconstructs_param,
             )
             if lost is not None:
-                self.undoing.note_lost(ticket, start, lost)
+                self.rollback.note_lost(ticket, start, lost)
 
     def _read_ahead(self) -> None:
         try:

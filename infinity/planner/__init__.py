@@ -1,9 +1,9 @@
 """Predict the needs, actions and costs of a training, before anything is allocated."""
 
+from infinity.planner.decoder import WIDTH_STEP, Shape, decoder_of, shape_of, usual_shape
 from infinity.planner.filled import filled_later, once_filled, states_on_device
 from infinity.planner.memory import Estimate, estimate, host_problem, largest_model, plan_with_room, problems
 from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
-from infinity.planner.stand_in import WIDTH_STEP, Shape, shape_of, stand_in, usual_shape
 from infinity.planner.step_time import StepTime, predict_step
 from infinity.planner.sweep import Point, Sweep
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
@@ -37,7 +37,7 @@ __all__ = [
     "problems",
     "rates_of",
     "shape_of",
-    "stand_in",
+    "decoder_of",
     "usual_shape",
     "states_on_device",
     "with_numbers",

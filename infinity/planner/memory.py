@@ -9,8 +9,8 @@ from torch import nn
 
 from infinity.config import Config, format_size
 from infinity.errors import CapacityError
+from infinity.planner.decoder import Shape, decoder_of, usual_shape
 from infinity.planner.filled import activation_bytes, computing_bytes, gradient_bytes
-from infinity.planner.stand_in import Shape, stand_in, usual_shape
 from infinity.planner.step_time import StepTime
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work
@@ -199,7 +199,7 @@ def largest_model(
     Args:
         drives, host_bytes: see `problems`.
         count: counts the work of a micro-batch of a model.
-        tiles: see `stand_in`.
+        tiles: see `decoder_of`.
     """
 
     host_bytes = int(_SURE * host_bytes)
@@ -213,7 +213,7 @@ def largest_model(
             _MOST_PARAMS, every_byte / _LEAST_BYTES
         ):  # planning a model that is far too large would take minutes
             return False
-        model = stand_in(shape, tiles)
+        model = decoder_of(shape, tiles)
         free_bytes = host_bytes - libraries_bytes * machine.neighbours
         try:
             _, plan, work = plan_with_room(model, config, machine, lambda plan: count(model, plan), free_bytes)

@@ -242,7 +242,7 @@ class Stage:
 
     def _forward(self) -> Process:
         yield from self._do(actions.PassBegins())
-        yield from self._settle()
+        yield from self._poll()
         for use in self._work.uses:
             yield from self._enter(use.unit)
             yield from self._wait([self.lanes.put(COMPUTE, use.forward_s)], COMPUTE)
@@ -274,7 +274,7 @@ class Stage:
             for _ in range(_ARRIVALS):
                 yield from self._wait([self.lanes.put(COMPUTE, (1 - _FIRST_GRAD) / _ARRIVALS * backward_s)], COMPUTE)
                 if self.scheduler.waits_for_memory and self._some_update_is_done():
-                    yield from self._settle()
+                    yield from self._poll()
             if not left[use.unit]:
                 yield from self._have_grads(row, last=last)
             yield from self._leave(use.unit)
@@ -285,7 +285,7 @@ class Stage:
         if not self._work.runs_in_backward:
             yield from self._wait([task for row in self._rows for task in row.coming], DOWN)
             yield from self._update_all()
-        if self._work.settles:
+        if self._work.waits_for_updates:
             for row in list(self._due):
                 row.uses += 1
                 yield from self._do(actions.ParametersNeeded(row))
@@ -293,7 +293,7 @@ class Stage:
             while self._submitted:
                 yield from self._finish_one()
             yield from self._wait([task for row in self._rows for task in row.sending], UP)
-            yield from self._settle()
+            yield from self._poll()
 
     @staticmethod
     def _wait(tasks: Sequence[Task], cause: str) -> Process:
@@ -302,14 +302,14 @@ class Stage:
     def _enter(self, unit: int) -> Process:
         row = self._rows[unit]
         row.uses += 1
-        yield from self._settle()
+        yield from self._poll()
         yield from self._do(actions.UseBegins(row))
         if row.work.gather_s:
             yield from self._gather(row)
 
     def _leave(self, unit: int) -> Process:
         self._rows[unit].uses -= 1
-        yield from self._settle()
+        yield from self._poll()
 
     def _gather(self, row: _Unit) -> Process:
         """Gather the unit, and start to gather the next one."""
@@ -321,7 +321,7 @@ class Stage:
                 yield from self._do(actions.ParametersNeeded(following))
                 following.gathered = self.lanes.put(EXCHANGE, following.work.gather_s)
 
-    def _settle(self) -> Process:
+    def _poll(self) -> Process:
         self._note_done()
         if self._some_rest:
             self._some_rest = False
@@ -357,11 +357,11 @@ class Stage:
                 self._open_grads(row)
                 tiles, row.due, row.begun = row.due, None, None
                 self._due.pop(row, None)
-                self._hand_over(row, tiles, needed)
+                self._submit_tiles(row, tiles, needed)
             case actions.SubmitAhead(needed=needed):
                 row.ahead = self._keep_old(row, needed) or None
                 if row.ahead is not None:
-                    self._hand_over(row, deque(enumerate(map(aside, row.work.tiles[: row.ahead]))), needed)
+                    self._submit_tiles(row, deque(enumerate(map(aside, row.work.tiles[: row.ahead]))), needed)
             case actions.AwaitUpdate():
                 yield from self._await_update(row)
             case actions.Spill():
@@ -486,7 +486,7 @@ class Stage:
         if row.residency is not Residency.STORED:
             yield from self._do(actions.UpdateDue(row))
 
-    def _hand_over(self, row: _Unit, tiles: deque[tuple[int, TileWork]], needed: int) -> None:
+    def _submit_tiles(self, row: _Unit, tiles: deque[tuple[int, TileWork]], needed: int) -> None:
         ready, row.coming = row.coming, []
         if row.reading is not None:
             ready.append(row.reading)
@@ -501,7 +501,7 @@ class Stage:
         return self._work.speculates and (work.unlogged > 0 or work.undo_bytes <= self._work.undo_bytes)
 
     def _keep_old(self, row: _Unit, needed: int) -> int:
-        """Take room in the undo log, as the engine does (`InFlight.can_run_ahead`). Return how many of the unit's tiles
+        """Take room in the undo log, as the engine does (`InFlight.can_speculate`). Return how many of the unit's tiles
         can be updated speculatively."""
         nbytes = row.work.undo_bytes
         tickets = {each: each.ticket for each in self._submitted if each.kept_bytes and each.ticket is not None}

@@ -114,7 +114,7 @@ class StepWork:
         spill_slots: how many units that may spill have gradients in memory at once.
         passes: forward and backward passes.
         runs_in_backward: units are updated as soon as their gradients are final.
-        settles: a step ends when everything is updated.
+        waits_for_updates: a step ends when everything is updated.
         writes_all: every update is written home.
     """
 
@@ -129,7 +129,7 @@ class StepWork:
     speculates: bool = False
     passes: int = 1
     runs_in_backward: bool = True
-    settles: bool = False
+    waits_for_updates: bool = False
     writes_all: bool = False
 
 
@@ -161,7 +161,7 @@ def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> S
         speculates=schedule is UpdateSchedule.SPECULATIVE,
         passes=passes,
         runs_in_backward=schedule is UpdateSchedule.BACKWARD,
-        settles=schedule is UpdateSchedule.BARRIER or sizing.rules.settles,
+        waits_for_updates=schedule is UpdateSchedule.BARRIER or sizing.rules.waits_for_updates,
         writes_all=sizing.writes_updates,
     )
 

@@ -123,8 +123,8 @@ class Rules:
         site: where the optimizer updates: HOST for a shard that lies apart, DEVICE for the tensor that is computed on.
         one_memory: device and host are one, and the host's budget pays for both.
         stage: of ZeRO; 0 with one rank.
-        settles: a step ends when all parameters are updated and shown; if False, updates continue under the next
-            forward.
+        waits_for_updates: a step ends when all parameters are updated and shown; if False, updates continue under the
+            next forward.
         drives: the drives in use.
         activations_bytes: host memory for activations; 0 if they stay on the device.
     """
@@ -137,7 +137,7 @@ class Rules:
     site: Memory
     one_memory: bool
     stage: int
-    settles: bool
+    waits_for_updates: bool
     drives: tuple[NvmeConfig, ...]
     activations_bytes: int
 
@@ -283,7 +283,7 @@ def rules_of(
         one_memory=not discrete,
         stage=stage if ranks > 1 else 0,
         # At these stages users read and write parameters between steps, as in torch.
-        settles=stage < 3 and config.tiering.update_schedule == "auto",
+        waits_for_updates=stage < 3 and config.tiering.update_schedule == "auto",
         drives=config.tiering.nvme if on_drives else (),
         activations_bytes=config.tiering.activation_memory_bytes if activations_move else 0,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from infinity.memory.hand_over import HandingOver
+from infinity.memory.critical_section import CriticalSection
 from infinity.simulation.clock import Clock, Operation, Transfer
 from infinity.simulation.drive import Drive, Memory
 from infinity.simulation.invariants import most_actions, violate
@@ -67,15 +67,13 @@ class GradMemory:
     """
 
     def __init__(
-        self, clock: Clock, units: Sequence[UnitSpec], slots: int, shared_bytes: int, handing_over: HandingOver
+        self, clock: Clock, units: Sequence[UnitSpec], slots: int, shared_bytes: int, critical: CriticalSection
     ) -> None:
         self.questions = 0
         self._there: dict[int, Gradient] = {}  # gradients on the device, by unit
         homes = {kind: [unit for unit, spec in enumerate(units) if spec.grads == kind] for kind in ("own", "slot")}
         sizes = [spec.grad_bytes if spec.grads else 0 for spec in units]
-        arena: Any = SimpleNamespace(
-            handing_over=handing_over, lease=_lease, try_lease=_lease, part=lambda *_, **__: arena
-        )
+        arena: Any = SimpleNamespace(critical=critical, lease=_lease, try_lease=_lease, part=lambda *_, **__: arena)
         self.store = GradStore(
             sizes,
             sizes,
@@ -154,23 +152,23 @@ class GradMemory:
 
     # Updates #
 
-    def can_hand_over(self, row: Row) -> bool:
+    def can_submit(self, row: Row) -> bool:
         """There is room for the gradients, if they are elsewhere."""
         self.questions += 1
         if self.questions > 16 * most_actions(len(self.store.units)):
             violate("bounded", f"one event has asked {self.questions} times whether gradients have room")
-        return self.store.can_hand_over(self.of(row))
+        return self.store.can_submit(self.of(row))
 
     def would_have_room(self, row: Row) -> bool:
-        """As `can_hand_over`, changing nothing."""
+        """As `can_submit`, changing nothing."""
         store = self.store
         if self.of(row).extent is None or self.state(row) is not _ABSENT or len(store.leased) < len(store.slots):
             return True
         return any(_is_written(store.units[unit]) for unit in store.leased)
 
-    def hand_over(self, row: Row) -> list[Operation]:
+    def take_for_update(self, row: Row) -> list[Operation]:
         """The gradients are an update's, once these operations are over."""
-        _, moves = self.store.hand_over(self.of(row))
+        _, moves = self.store.take_for_update(self.of(row))
         return [operation for move in moves for operation in _operations(move)]
 
     def restore(self, row: Row, value: Gradient) -> bool:

@@ -84,7 +84,7 @@ def ready_updates(world: Performer) -> list[Row]:
     return [row for row in waiting if row.ticket is None or row.begun is None]
 
 
-def check_settled(ready: list[Row]) -> None:
+def check_polled(ready: list[Row]) -> None:
     """Memory that was freed has been given to one of those that waited for it."""
     if all(row.due is not None and row.residency is not _STORED for row in ready):
         violate("idle", f"the update of {ready[0].name} is due and could be submitted")

@@ -224,7 +224,7 @@ class Loop:
         accumulation: micro-batches of a step; None where that is drawn.
         norms: what a step's may be, the usual one first, and as often as it is more usual.
         rare: probabilities of what is rare, of which one is drawn.
-        settles: a step is over when every update is.
+        waits_for_updates: a step is over when every update is.
         layer_major: micro-batches of a step that go through each module together; 0 if they come one by one.
     """
 
@@ -232,7 +232,7 @@ class Loop:
     accumulation: int | None = None
     norms: tuple[str, ...] = ("quiet", "quiet", "quiet", "clipped", "overflow")
     rare: tuple[float, ...] = (0.0, 0.05, 0.2)
-    settles: bool = False
+    waits_for_updates: bool = False
     layer_major: int = 0
 
 
@@ -264,7 +264,7 @@ def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Ca
         if random.random() < rare:
             calls.append(_between(random, count))
         calls.append(Step(random.choice(loop.norms if rare else loop.norms[:1])))
-        if loop.settles:
+        if loop.waits_for_updates:
             calls.append(Drain())
     return tuple(calls)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from infinity.errors import CapacityError
 from infinity.memory import Budget
-from infinity.memory.hand_over import HandingOver
+from infinity.memory.critical_section import CriticalSection
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle, actions, raise_memory
 from infinity.schedule.scheduler import Scheduler
@@ -19,7 +19,7 @@ from infinity.simulation.activations import Activations
 from infinity.simulation.clock import Clock
 from infinity.simulation.filling import DeviceMemory
 from infinity.simulation.gradients import GradMemory
-from infinity.simulation.invariants import check_settled, check_world, most_actions, ready_updates, violate
+from infinity.simulation.invariants import check_polled, check_world, most_actions, ready_updates, violate
 from infinity.simulation.model import Config, RankSpec
 from infinity.simulation.rows import NOTHING, Ahead, Due, Row
 from infinity.simulation.staging import Staging
@@ -56,7 +56,7 @@ class Performer:
         changed_memory: something has come or gone since all rows were checked together.
         foreseen: the update that may run ahead, while the scheduler decides on it.
         aheads: units with speculative updates.
-        handing_over: the engine's, around what an interrupt must not cut short.
+        critical: the engine's, around what an interrupt must not cut short.
         gradients_returned: a speculative update has given gradients back, which may spill.
     """
 
@@ -69,7 +69,7 @@ class Performer:
         self.changed_memory = True
         self.foreseen: Due | None = None
         self.aheads: dict[Row, None] = {}
-        self.handing_over = HandingOver()
+        self.critical = CriticalSection()
         self.clock = Clock(Random(seed), spec.tempo, trace)
         speculative = config.schedule == "speculative"
         self.device = DeviceMemory(self.clock, config)
@@ -82,7 +82,7 @@ class Performer:
             written_through=config.keeps,
         )
         self.worker = Worker(self.clock, self.states)
-        self.grads = GradMemory(self.clock, config.units, config.slots, config.shared_bytes, self.handing_over)
+        self.grads = GradMemory(self.clock, config.units, config.slots, config.shared_bytes, self.critical)
         self.rows = [Row(index, each, self.grads, versions[index]) for index, each in enumerate(config.units)]
         self.images = config.images
         self.staging = Staging(self.clock, config.staging_bytes)
@@ -220,14 +220,14 @@ class Performer:
         tiles = [tile for tile in range(row.spec.tiles) if begun is None or tile not in begun]
         # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
         write = action.write and (row.residency is _FETCHING or row.home == row.mem)
-        with self.handing_over:
+        with self.critical:
             row.due = row.begun = None
-            self.worker.submit(self._hand_over(row, due, tiles, action.needed, write=write))
+            self.worker.submit(self._submit_tiles(row, due, tiles, action.needed, write=write))
 
-    def _hand_over(self, row: Row, due: Due, tiles: list[int], needed: int, *, write: bool) -> Ticket:
+    def _submit_tiles(self, row: Row, due: Due, tiles: list[int], needed: int, *, write: bool) -> Ticket:
         self.changed_memory = True
         self._open_host(row)
-        ready = self.grads.hand_over(row)
+        ready = self.grads.take_for_update(row)
         if row.residency is _FETCHING:
             assert row.fetch is not None
             ready.append(row.fetch)
@@ -260,7 +260,7 @@ class Performer:
         """What the engine's executor and its pipeline do."""
         parts: Any = SimpleNamespace(_park=self.worker.park, _states=self.states.store, _ring=self.states.ring)
         pipeline = SimpleNamespace(move_states=partial(UpdatePipeline.move_states, parts))
-        executor: Any = SimpleNamespace(_params=SimpleNamespace(handing_over=self.handing_over), _pipeline=pipeline)
+        executor: Any = SimpleNamespace(_params=SimpleNamespace(critical=self.critical), _pipeline=pipeline)
         Executor.move_states(executor, unit, there=there)
         self.rows[unit].on_device = self.states.store.units[unit].are_there
 
@@ -295,7 +295,7 @@ class Performer:
         self.finish(self.worker.ended[0])
         return True
 
-    def settle(self) -> None:
+    def poll(self) -> None:
         """Take note of updates that are over, and use the memory that they gave back."""
         self.clock.tick()
         if self.worker.ended:
@@ -306,10 +306,10 @@ class Performer:
         if self.scheduler.waits_for_memory:
             self.do(actions.MemoryFreed())
         if ready:
-            check_settled(ready)
+            check_polled(ready)
 
     def _note(self, ticket: Ticket) -> None:
-        with self.handing_over:
+        with self.critical:
             self._take_note(ticket)
 
     def _take_note(self, ticket: Ticket) -> None:
@@ -345,15 +345,15 @@ class Performer:
         kind = self._old_params(row, write=action.write)
         if not kind or (kind == "images" and not self._has_images(row, action.needed)):
             return
-        tiles = [tile for tile in range(row.spec.ahead) if self.states.can_undo(row.index, tile)]
+        tiles = [tile for tile in range(row.spec.ahead) if self.states.can_roll_back(row.index, tile)]
         if not tiles:
             return
-        with self.handing_over:
+        with self.critical:
             self._run_ahead(row, foreseen, tiles, kind, action.needed)
 
     def _run_ahead(self, row: Row, foreseen: Due, tiles: list[int], kind: str, needed: int) -> None:
         whole = len(tiles) == row.spec.tiles and self.states.keeps_all(row.index)
-        ticket = self._hand_over(row, foreseen, tiles, needed, write=kind == "slots")
+        ticket = self._submit_tiles(row, foreseen, tiles, needed, write=kind == "slots")
         ticket.keeps = ticket.logs = True
         ticket.recovers = kind != "images" and row.spec.recovers and row.spills and whole
         ticket.images = len(tiles) if kind == "images" else 0
@@ -397,7 +397,7 @@ class Performer:
         self.states.forget(row.index)
         return ahead
 
-    def run_ahead(self, row: Row, due: Due) -> bool:
+    def speculate(self, row: Row, due: Due) -> bool:
         """Update of a unit what can be undone; False if that is nothing."""
         self.foreseen = due
         self.do(actions.UpdateForeseen(row))
@@ -417,7 +417,7 @@ class Performer:
         else:
             self.grads.drop(row)
 
-    def undo(self, *rows: Row, grads: bool = True) -> None:
+    def roll_back(self, *rows: Row, grads: bool = True) -> None:
         """Units that were updated ahead are what they were before."""
         ahead = [row for row in rows if row.ahead is not None]
         if not ahead:
@@ -426,7 +426,7 @@ class Performer:
             if row.residency is _FETCHING:
                 self.do(actions.OldParametersNeeded(row))
         away = [row for row in ahead if row.residency is _STORED and self._needs_memory(row)]
-        with self.handing_over:
+        with self.critical:
             self._undo([row for row in ahead if row not in away], grads=grads)
             self.spill_ahead()
             for row in away:  # one by one, since there may not be room for all of them
@@ -460,7 +460,7 @@ class Performer:
             if ahead.old_params == "states" or (self.grads.of(row).is_elsewhere and grads):
                 self.worker.between_tiles(partial(self.states.recover, row.index, updated, ahead.due.states))
             self._recover_grads(row, grads=grads)
-            self.worker.between_tiles(partial(self.states.undo, row.index, sorted(ahead.tiles)))
+            self.worker.between_tiles(partial(self.states.roll_back, row.index, sorted(ahead.tiles)))
             self._decide(row)
             before = [row.wanted] * row.spec.tiles
             if ahead.old_params != "slots":
@@ -484,7 +484,7 @@ class Performer:
         assert row.ahead is not None
         while not self.grads.restore(row, row.ahead.due.grad):
             if not self.free_gradients(row):
-                raise CapacityError(f"no memory is left for the gradients of {row.name}, whose update is undone")
+                raise CapacityError(f"no memory is left for the gradients of {row.name}, whose update is rolled back")
         self.gradients_returned = True
 
     # Gradients #

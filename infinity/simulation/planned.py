@@ -115,7 +115,7 @@ def planned_of(plan: TrainingPlan, config: Configuration, later: Collection[int]
         layer_major=config.gradient_accumulation_steps if sizing.layer_major else 0,
         norms=_norms(config),
         rare=(0.05, 0.2, 0.4),
-        settles=rules.settles,
+        waits_for_updates=rules.waits_for_updates,
     )
     most_tiles = max((len(homes) for homes in tiles), default=0)
     return Planned(simulated, loop, tuple(_notes(plan, config, ranks, most_tiles)))

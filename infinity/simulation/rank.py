@@ -69,7 +69,7 @@ class Rank(Performer):
         self._asked: dict[Row, None] = {}  # in the order in which their updates were asked for
         self._under_way = False  # some units have had this step's update asked for
         self._pass_failed = False
-        self._last = self._runs_ahead = False  # of the running pass
+        self._last = self._speculates = False  # of the running pass
         self._open = ""  # "forward" or "backward" while a pass runs
         self._updates = False  # a step's updates are asked for, and it is not over
         self._somewhere: set[int] = set()  # units that some rank uses in the running pass
@@ -181,13 +181,13 @@ class Rank(Performer):
 
     def _stopped(self) -> None:
         """An exception that is not the engine's has ended a call: the engine has failed, or is as before."""
-        self.failed |= self.handing_over.torn or self._updates
+        self.failed |= self.critical.interrupted or self._updates
         backward = self._open == "backward"
         while self._open and not self.failed:
             try:
                 self._abort(backward=self._open == "backward")
             except Interrupted:  # the next call aborts the pass again
-                self.failed |= self.handing_over.torn or len(self.config.ranks) > 1
+                self.failed |= self.critical.interrupted or len(self.config.ranks) > 1
         left = [row.name for row in self.rows if row.pins != int(row.ticket is not None)]
         if left and not self.failed:
             violate("error", f"{left} are in use after an exception that the engine survives")
@@ -201,7 +201,7 @@ class Rank(Performer):
         self._agree("pass begins")
         self.do(actions.PassBegins())
         self._gathering.begin_cycle()
-        self.settle()
+        self.poll()
 
     def _end_cycle(self, *, learn: bool) -> None:
         if self.reduction is None:
@@ -287,14 +287,14 @@ class Rank(Performer):
             self._drop()
         self._pass_failed = False
         self._gather_owed(None)
-        self.undo_all()
+        self.roll_back_all()
         if self._last:
             self._before_updates()
         self.worker.queue.prefer(begun=True)
-        self._runs_ahead = self._last and self._schedule == "speculative" and self._foresight.runs_ahead
-        if self._runs_ahead:
+        self._speculates = self._last and self._schedule == "speculative" and self._foresight.speculates
+        if self._speculates:
             self._begin_ahead()
-        if self._runs_ahead or (self._last and self._schedule == "backward"):
+        if self._speculates or (self._last and self._schedule == "backward"):
             self.worker.expect(list(dict.fromkeys(self._update_order)))
             self._update_order = []
 
@@ -367,7 +367,7 @@ class Rank(Performer):
         """Update the units that had no part in the step's last pass."""
         for unit in sorted(self._added):
             self._update(self.rows[unit])
-            self.settle()
+            self.poll()
 
     def _user_code(self, call: Pass, position: int, *, backward: bool) -> None:
         """What the user's code does between two modules."""
@@ -400,12 +400,12 @@ class Rank(Performer):
     def _enter(self, units: tuple[int, ...]) -> None:
         """A module is about to compute on the units."""
         rows = [self.rows[unit] for unit in units]
-        self.undo(*rows)
+        self.roll_back(*rows)
         self._gathering.make_way(rows)
         for row in rows:
             self._pin(row)
         for row in rows:
-            self.settle()
+            self.poll()
             if self.reduction is None:
                 self._agree(row.index)
             self.do(actions.UseBegins(row))
@@ -428,7 +428,7 @@ class Rank(Performer):
 
     def _look_ahead(self) -> None:
         while (row := self._gathering.next_to_gather([self.rows[unit] for unit in self.cycle.upcoming])) is not None:
-            self.undo(row)
+            self.roll_back(row)
             self._pin(row)
             self.do(actions.ParametersNeeded(row))
             self._gathering.look_ahead(row)
@@ -442,14 +442,14 @@ class Rank(Performer):
                     violate("pinned", f"{row.name} was let go by all ranks while a module computed on it")
             row.pins -= 1
             self._gathering.leave(row, self.cycle.expected)
-        self.settle()
+        self.poll()
 
     # Gradients #
 
     def _add(self, row: Row) -> None:
         """The backward pass adds to the unit's gradients, once there is room."""
         if self.scheduler.waits_for_memory and self.worker.ended:
-            self.settle()
+            self.poll()
         added = self._added.setdefault(row.index, 0)
         while not self.grads.try_add(row, self.step, added):
             if not self._make_room(row):
@@ -470,10 +470,10 @@ class Rank(Performer):
         if self._last and self._schedule == "backward":
             self._update_order.append(row.index)
             self._update(row)
-            self.settle()
+            self.poll()
         elif self._last and self._schedule == "speculative":
             self._foresee(row)
-            if self._runs_ahead and self.run_ahead(row, self._due(row, clips=False)):
+            if self._speculates and self.speculate(row, self._due(row, clips=False)):
                 self._update_order.append(row.index)
                 self._foresight.tried()
         self.grads.rest(row)
@@ -486,7 +486,7 @@ class Rank(Performer):
 
     def _drop(self) -> None:
         """The step's gradients are nothing any more."""
-        if self.undo_all(grads=False):
+        if self.roll_back_all(grads=False):
             self._foresight.disturbed()
         for row in [self.rows[unit] for unit in self._added]:
             if (
@@ -533,7 +533,7 @@ class Rank(Performer):
         if self._schedule == "backward":
             self._update_others()
         else:
-            self.settle()
+            self.poll()
             norm = norm if self._added else "quiet"  # that of no gradients is 0
             if norm == "overflow":
                 self._foresight.after_step(quiet=False)
@@ -556,19 +556,19 @@ class Rank(Performer):
         self._commit_if_computed()
 
     def _update_all(self, *, clips: bool) -> None:
-        """The norm is known: what ran ahead stands or is undone, and the others are updated."""
+        """The norm is known: what ran ahead stands or is rolled back, and the others are updated."""
         rows = [self.rows[unit] for unit in sorted(sorted(self._added), key=self.cycle.first_use)]
         others = [row for row in rows if row.ahead is None or clips]
-        self.undo(*others)
+        self.roll_back(*others)
         if self._schedule != "barrier":
             self.worker.expect([row.index for row in others])
         for row in rows:
             self._update(row, clips=clips)
 
-    def undo_all(self, *, grads: bool = True) -> bool:
-        """What runs ahead, or has done so, is undone; whether there was any."""
+    def roll_back_all(self, *, grads: bool = True) -> bool:
+        """What runs ahead, or has done so, is rolled back; whether there was any."""
         rows = list(self.aheads)
-        self.undo(*rows, grads=grads)
+        self.roll_back(*rows, grads=grads)
         return bool(rows)
 
     def _start_pending(self) -> None:
@@ -578,11 +578,11 @@ class Rank(Performer):
 
     def drain(self) -> None:
         """Carry out every update, and wait for all of them."""
-        self.undo_all()
+        self.roll_back_all()
         self._start_pending()
         while self.finish_one():
             pass
-        self.settle()
+        self.poll()
         check_at_rest(self)
 
     # Steps that stay #
@@ -649,13 +649,13 @@ class Rank(Performer):
     @contextmanager
     def _resident(self, row: Row, *, whole: bool = False) -> Iterator[Row]:
         """The unit's newest parameters are in memory as long as the context lasts, if `whole` on all ranks together."""
-        self.undo(row)
+        self.roll_back(row)
         if whole:
             self._gathering.drop_ahead()
         with self._pinned(row), ExitStack() as end:
             self.do(actions.ParametersNeeded(row))
             if whole:
-                end.callback(self._gathering.let_go, row)
+                end.callback(self._gathering.reshard, row)
                 self._gathering.gather(row)
             check_newest(row)
             yield row

@@ -116,7 +116,7 @@ class Row(UnitState):
 
     @property
     def gradients_have_room(self) -> bool:
-        return self.memory.can_hand_over(self)
+        return self.memory.can_submit(self)
 
     @property
     def is_updated_on_device(self) -> bool:

@@ -78,12 +78,12 @@ class States:
 
     def keeps_all(self, unit: int) -> bool:
         """An update that is submitted now would keep all old states of the unit on the drive."""
-        return all(map(self.store.can_undo, self.store.tiles(unit)))
+        return all(map(self.store.can_roll_back, self.store.tiles(unit)))
 
-    def can_undo(self, unit: int, tile: int) -> bool:
-        """An update of the tile could be undone; see `Undo.can_undo`."""
+    def can_roll_back(self, unit: int, tile: int) -> bool:
+        """An update of the tile could be undone; see `Rollback.can_roll_back`."""
         each = self.store.tiles(unit)[tile]
-        return self.store.can_undo(each) or each.is_in_memory_alone
+        return self.store.can_roll_back(each) or each.is_in_memory_alone
 
     def _versions_there(self, unit: int) -> dict[int, int]:
         room: Any = self.store.units[unit].fields
@@ -105,11 +105,11 @@ class States:
         memory = self._memory(tile)
         if memory.value != target - 1:
             violate("once", f"{tile.name} are at {memory.value}, and become {target}")
-        if keeps and not self.store.can_undo(tile):
+        if keeps and not self.store.can_roll_back(tile):
             self._before[tile] = memory.value
         memory.value = target
         tile.end_write(_HOST)
-        return self.let_go(tile)
+        return self.release(tile)
 
     def update_there(self, unit: int, target: int) -> None:
         """The device updates a unit whose states it has."""
@@ -120,9 +120,9 @@ class States:
                     violate("once", f"{tile.name} on the device are at {version}, and become {target}")
                 self._versions_there(unit)[tile.start] = target
 
-    def let_go(self, tile: Tile) -> list[Operation]:
+    def release(self, tile: Tile) -> list[Operation]:
         """The tile may leave memory; what was not changed to its end is lost."""
-        write = self.ring.let_go(tile)
+        write = self.ring.release(tile)
         return [] if write is None else [cast(Transfer, write).operation]
 
     @staticmethod
@@ -136,14 +136,14 @@ class States:
         for tile in self.store.tiles(unit):
             self._before.pop(tile, None)
 
-    def undo(self, unit: int, tiles: Sequence[int]) -> None:
+    def roll_back(self, unit: int, tiles: Sequence[int]) -> None:
         """Have these tiles as they were before a speculative update."""
         for tile in [self.store.tiles(unit)[index] for index in tiles]:
             if tile in self._before:
                 self._memory(tile).value = self._before.pop(tile)
                 tile.take_back(_HOST)
             elif isinstance(tile.extent, SlotExtent):
-                self.ring.undo(tile)
+                self.ring.roll_back(tile)
 
     def recover(self, unit: int, tiles: Sequence[int], target: int) -> None:
         """Read both versions of tiles that have become `target`, which tell the gradients and the parameters."""
@@ -153,7 +153,7 @@ class States:
                 found = cast(Memory, place).value, self._memory(tile).value
                 if found != (target - 1, target):
                     violate("lost", f"{tile.name} are at {found}, and tell no update to {target}")
-            self.ring.let_go(tile)
+            self.ring.release(tile)
 
     @staticmethod
     def _memory(tile: Tile) -> Memory:

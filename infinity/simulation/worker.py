@@ -187,7 +187,7 @@ class Worker:
         row, states = ticket.row, ticket.tiles[0]
         row.updating_tile = None
         if update.failed:
-            self.states.let_go(states)
+            self.states.release(states)
             self._finish(ticket, update.error)
             return
         self._check_may_update(ticket)

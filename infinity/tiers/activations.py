@@ -101,7 +101,7 @@ class ActivationStore:
     @property
     def count(self) -> int:
         """Number of tensors that autograd holds through this store."""
-        self._settle()
+        self._poll()
         return len(self._here) + len(self._away)
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class ActivationStore:
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         if not self._takes(tensor):
             return _Packed(tensor, None, self._dropped)
-        self._settle()
+        self._poll()
         lease = self._room(aligned(tensor.nbytes))
         if lease is None:
             return _Packed(tensor, None, self._dropped)
@@ -131,7 +131,7 @@ class ActivationStore:
         self._downloads.append((entry, entry.begin_move(_DEVICE, _HOST, download, StallCause.HOST_LINK)))
         self._counters.moved("device_to_host", entry.nbytes, download, field="activations")
         self._here.add(entry)
-        self._settle()
+        self._poll()
         return _Packed(tensor, entry, self._dropped)
 
     def _unpack(self, packed: _Packed) -> torch.Tensor:
@@ -141,7 +141,7 @@ class ActivationStore:
             return packed.tensor
         if self._closed:
             raise InfinityError("the engine is closed: what autograd had saved in its tiers is gone")
-        self._settle()
+        self._poll()
         if entry.source is not None:
             return entry.source
         if entry.ahead is None:
@@ -219,7 +219,7 @@ class ActivationStore:
         """Take one step towards free room in the arena, and wait if needed. Return False if this is not possible."""
         for entry in self._leaving:
             self._finish(entry)
-            self._settle()
+            self._poll()
             return True
         if self._files is None:
             return False
@@ -232,7 +232,7 @@ class ActivationStore:
         for entry in self._here:  # still on its way from the device, or being read ahead
             if entry.moves():
                 self._finish(entry)
-                self._settle()
+                self._poll()
                 return True
         return False
 
@@ -261,7 +261,7 @@ class ActivationStore:
         self._away.add(entry)
         entry.free()
 
-    def _settle(self) -> None:
+    def _poll(self) -> None:
         """Process transfers that have ended: start writes, and free tensors that autograd has dropped."""
         while self._dropped:
             entry = self._dropped.popleft()

@@ -317,7 +317,7 @@ class Field:
         self.version = copy.version = self.version + int(changed)
         self._go(copy, _WRITING, _VALID)
 
-    def outdate(self) -> None:
+    def invalidate(self) -> None:
         """Raise the version, because the value changed outside of this field: all copies are old."""
         self.version += 1
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.memory import Budget
-from infinity.memory.hand_over import HandingOver
+from infinity.memory.critical_section import CriticalSection
 from infinity.tiers.copies import Transfer
 from infinity.tiers.grads import UnitGrads
 from infinity.tiers.norms import Norms
@@ -23,14 +23,14 @@ class _DeviceBuffers:
         dtype: dtype of the buffers.
         budget: device memory for them.
         device: the device that computes the gradients.
-        handing_over: see [Note: hand-overs] in hand_over.py.
+        critical: see [Note: critical sections] in critical_section.py.
     """
 
     units: Sequence[UnitGrads]
     dtype: torch.dtype
     budget: Budget
     device: torch.device
-    handing_over: HandingOver
+    critical: CriticalSection
 
     def lacks_capacity(self, each: UnitGrads) -> bool:
         """Whether the budget has too little room for the unit's gradients."""
@@ -66,7 +66,7 @@ class DeviceGrads(_DeviceBuffers):
         if each.there is None:
             if self.lacks_capacity(each):
                 return None
-            with self.handing_over:
+            with self.critical:
                 each.there = self._allocated(each, "gradients")
         return each.there
 
@@ -91,7 +91,7 @@ class DeviceGrads(_DeviceBuffers):
         return each.there is not None
 
     def drop(self, each: UnitGrads) -> None:
-        with self.handing_over:
+        with self.critical:
             each.there = each.measured = None
             self.budget.give(self._nbytes(each))
 
@@ -119,7 +119,7 @@ class DeviceSums(_DeviceBuffers):
         if each.sum is None:
             if self.lacks_capacity(each):
                 return False
-            with self.handing_over:
+            with self.critical:
                 each.sum = self._allocated(each, "sums of gradients")
         return True
 
@@ -134,7 +134,7 @@ class DeviceSums(_DeviceBuffers):
 
     def give_up(self, each: UnitGrads) -> None:
         """Free the unit's buffer, because its gradients stay on the device from now on."""
-        with self.handing_over:
+        with self.critical:
             buffer, each.sum = each.sum, None
             if buffer is not None:
                 self.budget.give(buffer.nbytes)

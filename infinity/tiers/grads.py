@@ -169,7 +169,7 @@ class GradStore:
             for unit, (numel, here) in enumerate(zip(numels, below, strict=True))
         )
         self.dtype = dtype
-        self._handing_over = arena.handing_over
+        self._critical = arena.critical
         self._counters = counters
         self._swap = swap
         self.norms = norms
@@ -234,12 +234,12 @@ class GradStore:
             self._finish_arrivals(ARRIVING_UNITS - 1)
             if not self._bring(each, Priority.DEMAND):
                 return None
-            each.field.outdate()  # the newest value is on the device, where this field has no copy
+            each.field.invalidate()  # the newest value is on the device, where this field has no copy
             self._arriving[each] = None
             each.arrival = Arrival()
             each.field.begin_move(None, _HOST, each.arrival, StallCause.HOST_LINK, at=each.field.version)
         grad = grad.to(self.dtype)
-        with self._handing_over:
+        with self._critical:
             assert each.tensor is not None
             copy = self.norms.bring(index, grad, each.tensor[start : start + grad.numel()])
             each.arrival.add(copy, grad)
@@ -292,11 +292,11 @@ class GradStore:
 
     # Updates #
 
-    def can_hand_over(self, each: UnitGrads) -> bool:
+    def can_submit(self, each: UnitGrads) -> bool:
         """Whether the unit's gradients are in memory, or there is room to read them."""
         return each.extent is None or each.host.state is not State.ABSENT or self._memory_for(each) is not None
 
-    def hand_over(self, each: UnitGrads) -> tuple[torch.Tensor, tuple[Move, ...]]:
+    def take_for_update(self, each: UnitGrads) -> tuple[torch.Tensor, tuple[Move, ...]]:
         """Give the gradients to the unit's update, which must wait for the returned moves.
 
         Pairs with `used`, `left` or `returned`.
@@ -426,7 +426,7 @@ class GradStore:
         assert each.extent is not None
         span = each.lease.span(0, each.nbytes)
         future: IoFuture
-        with self._handing_over:
+        with self._critical:
             if target is _HOST:
                 route, cause = "nvme_read", StallCause.DISK_READ
                 future = self._swap.read(each.extent, span, priority=priority)

@@ -59,7 +59,7 @@ class Params:
         ledger: of device memory for units that are fetched and evicted.
         passing: units on their way to the device through host memory, oldest first. Each has pinned its HOST copy.
         units: by index.
-        handing_over: see [Note: hand-overs] in hand_over.py.
+        critical: see [Note: critical sections] in critical_section.py.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Params:
         self.keeps_steps = written_through
         self.is_double_buffered = double_buffered_numel > 0
         self.specs = tuple(specs)
-        self.handing_over = arena.handing_over
+        self.critical = arena.critical
         self.passing: dict[UnitParams, None] = {}
         self._swap = swap
         self.ledger = budget
@@ -300,7 +300,7 @@ class Params:
         """
         if each.field.state(each.site) is not State.WRITING:
             return
-        with self.handing_over:
+        with self.critical:
             each.field.end_write(each.site, changed=changed)
             if not changed:
                 return
@@ -370,8 +370,8 @@ class Params:
         if not self.keeps_steps:
             self._swap.slots.next_epoch()
 
-    def undo(self, each: UnitParams) -> None:
-        """Roll back the last change of the unit. `UnitParams.can_undo` was True before it. No move may be in flight.
+    def roll_back(self, each: UnitParams) -> None:
+        """Roll back the unit's last change, before which `UnitParams.can_roll_back` was True. No move may be in flight.
 
         The copy on the device is old from now on and may be evicted.
 
@@ -379,7 +379,7 @@ class Params:
             StorageError: the old values cannot be read.
         """
         self.await_update(each)
-        each.undo()
+        each.roll_back()
         if each in self._leaving:
             self._reap()  # otherwise `_stage` would reuse the copy, with the values that are rolled back
         if each.home is Memory.HOST:

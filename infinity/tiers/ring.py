@@ -90,7 +90,7 @@ class Ring:
             if tile.home_copy.state is _ARRIVING:
                 if not wait:
                     return
-                self._settle(tile)
+                self._wait_written(tile)
             self._read(tile, Priority.PREFETCH)
             if not self._free:
                 return
@@ -100,14 +100,14 @@ class Ring:
         if tile in self._arriving:
             with suppress(Exception):  # the outcome no longer matters
                 self._finish_read(tile)
-                self.let_go(tile)
+                self.release(tile)
 
-    def undo(self, tile: Tile) -> None:
-        """Roll back a speculative update of the tile, see `StateStore.undo`."""
+    def roll_back(self, tile: Tile) -> None:
+        """Roll back a speculative update of the tile, see `StateStore.roll_back`."""
         self.give_up(tile)
-        self._settle(tile)
-        self._settle_through(tile)
-        self._states.undo(tile)
+        self._wait_written(tile)
+        self._finish_write_through(tile)
+        self._states.roll_back(tile)
 
     @contextmanager
     def before(self, tile: Tile) -> Iterator[Lease]:
@@ -122,7 +122,7 @@ class Ring:
             self._free.append(slot)
 
     def hold(self, tile: Tile, *, fresh: bool = False) -> None:
-        """Keep a tile in memory until `let_go`. Read it now if it was not read ahead.
+        """Keep a tile in memory until `release`. Read it now if it was not read ahead.
 
         Args:
             fresh: drop the old values unread, because the caller writes new ones.
@@ -132,14 +132,14 @@ class Ring:
             InfinityError: its values are lost.
         """
         if tile.home is _HOST:
-            self._settle_through(tile)
+            self._finish_write_through(tile)
             if fresh:
                 tile.consume()
             elif tile.copies[_HOST].state is not _VALID:
                 raise InfinityError(f"{tile.name} is lost: an update of it has failed")
             return
         if tile not in self._arriving:
-            self._settle(tile)
+            self._wait_written(tile)
             self._make_room()
             if fresh:
                 tile.consume()
@@ -162,7 +162,7 @@ class Ring:
         if tile.own is None:
             self.hold(tile)
             self._states.move_back(tile)
-            return self.let_go(tile)
+            return self.release(tile)
         self._states.read(tile, tile.own, Priority.DEMAND)
         move = tile.arriving(_HOST)
         assert move is not None
@@ -170,7 +170,7 @@ class Ring:
         self._states.move_back(tile)
         return None
 
-    def let_go(self, tile: Tile) -> Transfer | None:
+    def release(self, tile: Tile) -> Transfer | None:
         """End `hold`; the slot is free once no move touches it. Return the write of changed values, if any."""
         copy = tile.copies[_HOST]
         if copy.state is _WRITING:  # the change was interrupted
@@ -202,14 +202,14 @@ class Ring:
         if not self._free:
             self.give_up(next(reversed(self._arriving)))
 
-    def _settle_through(self, tile: Tile) -> None:
+    def _finish_write_through(self, tile: Tile) -> None:
         """Wait for the write-through of a tile whose home is host memory, which must end before a change."""
         write = tile.arriving(Memory.NVME) if tile.is_written_through else None
         if write is not None:
             with suppress(Exception):  # a waiter of the ticket gets the error
                 self._finish(tile, write)
 
-    def _settle(self, tile: Tile) -> None:
+    def _wait_written(self, tile: Tile) -> None:
         """Wait for the tile's write, if there is one, which must end before a read."""
         while tile.home_copy.state is _ARRIVING:
             self._finish_write()

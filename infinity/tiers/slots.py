@@ -155,7 +155,7 @@ class Slots:
         """Whether writes will keep the present content in the other slot: it was not written in this epoch."""
         return self._epoch not in extent.epochs
 
-    def undo(self, extent: SlotExtent) -> bool:
+    def roll_back(self, extent: SlotExtent) -> bool:
         """Roll back the writes of this epoch. Return False if there are none."""
         written = [index for index, epoch in enumerate(extent.epochs) if epoch == self._epoch]
         for index in written:

@@ -52,14 +52,14 @@ class Tile(Field):
         self.extent = extent
         memories = {home, Memory.HOST} | ({Memory.NVME} if extent is not None else set())
         super().__init__(f"tile {index} of the optimizer states of unit {unit}", memories)
-        self.settle_in(home)
+        self.set_home(home)
         self.unit = unit
         self.index = index
         self.start = start
         self.numel = numel
         self.nbytes = nbytes
 
-    def settle_in(self, home: Memory) -> None:
+    def set_home(self, home: Memory) -> None:
         """Change the home to a memory in which it has a copy, or is about to have one."""
         self.home = home
         self.home_copy = self.copies.setdefault(home, Copy(home))
@@ -211,26 +211,26 @@ class StateStore:
             if tile.home is Memory.HOST:
                 self._read_home(tile)
 
-    def can_undo(self, tile: Tile) -> bool:
+    def can_roll_back(self, tile: Tile) -> bool:
         """Whether an update of the tile would keep its present states in the other slot."""
         return isinstance(tile.extent, SlotExtent) and self._swap.slots.keeps(tile.extent)
 
     def read_before(self, tile: Tile, slot: Lease) -> Transfer:
-        """Start reading the tile's values before its update in this epoch; requires `can_undo`."""
+        """Start reading the tile's values before its update in this epoch; requires `can_roll_back`."""
         assert isinstance(tile.extent, SlotExtent)
         parts = self._swap.slots.before(tile.extent, slot.span(0, tile.nbytes))
         read = self._swap.read_parts(parts, Priority.DEMAND)
         self._counters.moved("nvme_read", tile.nbytes, read, tile.unit, "states")
         return read
 
-    def undo(self, tile: Tile) -> None:
+    def roll_back(self, tile: Tile) -> None:
         """Roll back the tile's update of this epoch, if there was one; no transfer of the tile may be in flight.
 
         Raises:
             StorageError: its home is host memory, and the old values cannot be read.
         """
         assert isinstance(tile.extent, SlotExtent)
-        if self._swap.slots.undo(tile.extent):
+        if self._swap.slots.roll_back(tile.extent):
             tile.take_back(Memory.NVME)
             if tile.home is Memory.HOST:
                 self._read_home(tile)
@@ -283,7 +283,7 @@ class StateStore:
         """Make the device the home of a held tile, whose unit has device memory. Blocks for the copy."""
         assert tile.lease is not None
         tile.own = tile.lease if tile.home is Memory.HOST else None
-        tile.settle_in(Memory.DEVICE)
+        tile.set_home(Memory.DEVICE)
         self._upload(tile, tile.lease)
         move = tile.arriving(Memory.DEVICE)
         assert move is not None
@@ -291,7 +291,7 @@ class StateStore:
 
     def move_back(self, tile: Tile) -> None:
         """Make the host or NVMe the home of a held tile again, where it may still have an older value."""
-        tile.settle_in(Memory.NVME if tile.own is None else Memory.HOST)
+        tile.set_home(Memory.NVME if tile.own is None else Memory.HOST)
         tile.drop(Memory.DEVICE)
         tile.own = None
 

@@ -145,7 +145,7 @@ class OwnedFile:
         _live.discard(place)
 
     def lose(self) -> None:
-        """Undo `keep`: the file is removed when it is closed."""
+        """Rollback `keep`: the file is removed when it is closed."""
         self._place.kept = False
 
 

@@ -362,7 +362,7 @@ class UnitParams:
         """Whether the unit is double-buffered, so that a change can be rolled back."""
         return isinstance(self._extent, SlotExtent)
 
-    def can_undo(self) -> bool:
+    def can_roll_back(self) -> bool:
         """Whether a change that is written to NVMe would keep the present values in the other slot."""
         keeps = isinstance(self._extent, SlotExtent) and self._by.swap.slots.keeps(self._extent)
         return keeps and self.home is not Memory.DEVICE and self.field.is_newest(Memory.NVME)
@@ -371,12 +371,12 @@ class UnitParams:
         """Whether the values can be changed at any time without reading or writing a file."""
         return self._extent is None and self.home in (Memory.HOST, Memory.DEVICE)
 
-    def undo(self) -> None:
+    def roll_back(self) -> None:
         """Make the version before the last change the newest, in its slot on NVMe; no bytes move."""
         assert isinstance(self._extent, SlotExtent)
         for move in self.field.moves():
             self.wait(move)
-        self._by.swap.slots.undo(self._extent)
+        self._by.swap.slots.roll_back(self._extent)
         self.field.take_back(Memory.NVME)
 
     def read_found(self) -> None:

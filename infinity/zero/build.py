@@ -122,9 +122,9 @@ class Runtime:
         return self.executor.units[unit.index]
 
     @property
-    def torn(self) -> bool:
+    def poisoned(self) -> bool:
         """Whether an interrupt has cut an ownership transfer short."""
-        return self.arena.handing_over.torn
+        return self.arena.critical.interrupted
 
     def peak_bytes(self) -> dict[str, int]:
         """Return the peak use of each tier since the start."""
@@ -145,9 +145,9 @@ class Runtime:
         if self.sizing.rules.params.gathers:
             self.ranks.together(what)
 
-    def settle(self) -> None:
+    def show_newest(self) -> None:
         """Finish every update and show the new values, if users may read parameters between steps."""
-        if self.sizing.rules.settles:
+        if self.sizing.rules.waits_for_updates:
             self.executor.show_newest()
 
     def close(self) -> None:
@@ -397,11 +397,11 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     # Last, so that a later process finds all other extents in the same place: the gradients' space varies with free
     # memory.
     grads = undo.enter_context(closing(_hold_gradients(plan, memory)))
-    budgets, handing_over = memory.there, memory.arena.handing_over
+    budgets, critical = memory.there, memory.arena.critical
     there = None
     if sizing.there or sizing.may_come:
-        there = DeviceGrads(grads.units, grads.dtype, budgets.grads, device, handing_over, grads.norms)
-    sums = DeviceSums(grads.units, grads.dtype, budgets.sums, device, handing_over)
+        there = DeviceGrads(grads.units, grads.dtype, budgets.grads, device, critical, grads.norms)
+    sums = DeviceSums(grads.units, grads.dtype, budgets.sums, device, critical)
     return _Held(params, grads, there, sums, files, images)
 
 

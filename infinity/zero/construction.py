@@ -86,7 +86,7 @@ def made_in_files(param: nn.Parameter) -> bool:
 def _construct_in_files(directory: Path | None) -> Iterator[None]:
     """See `Init`; a directory of None is the system's for temporary files."""
 
-    def settle(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def adopt(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if type(param) is not nn.Parameter or made_in_files(param):
             return
         _made[id(param)] = weakref.ref(param, partial(_forget, id(param)))
@@ -94,7 +94,7 @@ def _construct_in_files(directory: Path | None) -> Iterator[None]:
             with torch.no_grad():
                 param.data = _in_file(param.detach(), directory, f"{type(module).__name__}.{name}", param.dtype)
 
-    with register_module_parameter_registration_hook(settle):
+    with register_module_parameter_registration_hook(adopt):
         yield
 
 

@@ -3,7 +3,7 @@
 No other file calls `Params.fetch_start` or `Params.evict`.
 
 [Note: what the compute thread waits for]
-`enter` returns when the units are resident, up to date and unsharded. All other operations are only started. `settle`
+`enter` returns when the units are resident, up to date and unsharded. All other operations are only started. `poll`
 polls their completions on every event: finished updates release their gradients and pins, and the scheduler learns that
 memory may be free. The thread blocks for memory only if it has none for the unit that it needs now.
 
@@ -129,7 +129,7 @@ class Executor:
         If this raises, none of these units stays pinned.
         """
         if self._in_flight.speculative:
-            self.undo(*rows)
+            self.roll_back(*rows)
         if self.gathering.ahead:
             self.gathering.make_way(rows)
         for row in rows:
@@ -137,7 +137,7 @@ class Executor:
         entered: list[Unit] = []
         try:
             for row in rows:
-                self.settle()
+                self.poll()
                 self._do(UseBegins(row))
                 entered.append(row)
                 if self.gathering.shares:
@@ -145,7 +145,7 @@ class Executor:
                 row.views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
-                self._params.handing_over.tear()  # an update may have failed, and nothing runs it again
+                self._params.critical.mark_interrupted()  # an update may have failed, and nothing runs it again
             for row in rows:
                 row.params.unpin()
             self._end_uses(entered)
@@ -176,7 +176,7 @@ class Executor:
     def _look_ahead(self) -> None:
         """Start to gather the units that are used next, in their order."""
         while (row := self.gathering.next_to_gather([self.units[unit] for unit in self._cycle.upcoming])) is not None:
-            self.undo(row)
+            self.roll_back(row)
             row.params.pin()
             try:
                 self._do(ParametersNeeded(row))
@@ -191,7 +191,7 @@ class Executor:
             row.params.unpin()
         if self.gathering.shares:
             self._end_uses(rows)
-        self.settle()
+        self.poll()
 
     def _end_uses(self, rows: Sequence[Unit]) -> None:
         for row in rows:
@@ -225,9 +225,9 @@ class Executor:
             self._params.close_host(row.params)
 
     def _submit_ahead(self, row: Unit, action: SubmitAhead) -> None:
-        if self._in_flight.can_run_ahead(row, action.write, action.needed):
+        if self._in_flight.can_speculate(row, action.write, action.needed):
             row.views.hide_trained()
-            self._in_flight.run_ahead(row, action.write, action.needed)
+            self._in_flight.speculate(row, action.write, action.needed)
 
     def _await_newest(self, row: Unit) -> None:
         self._in_flight.wait_computed(row)
@@ -241,7 +241,7 @@ class Executor:
         self._do(PassBegins())
         self.views.read.clear()
         self.gathering.begin_cycle()
-        self.settle()
+        self.poll()
 
     @property
     def uses(self) -> Sequence[int] | None:
@@ -299,7 +299,7 @@ class Executor:
         self.write_changed()
         self._params.begin_ahead()
 
-    def run_ahead(self, row: Unit, segments: tuple[Segment, ...], *, may_leave: bool) -> bool:
+    def speculate(self, row: Unit, segments: tuple[Segment, ...], *, may_leave: bool) -> bool:
         """Submit a speculative update of the unit, as far as it can be rolled back. Return False if no part of it can.
 
         Args:
@@ -313,16 +313,16 @@ class Executor:
             row.foreseen = None
         return row.ahead is not before
 
-    def confirm(self, row: Unit, indices: Collection[int]) -> None:
+    def commit(self, row: Unit, indices: Collection[int]) -> None:
         """Commit the speculative update, which changed these parameters. The tiles that it left out are due now."""
         row.views.mark_stale(indices)
-        self._in_flight.confirm(row)
+        self._in_flight.commit(row)
         if row.ticket is None:
             self._in_flight.finished.append(row)
         if row.residency is not Residency.STORED:
             self._do(UpdateDue(row))
 
-    def undo(self, *rows: Unit, grads: bool = True) -> None:
+    def roll_back(self, *rows: Unit, grads: bool = True) -> None:
         """Roll back the speculative updates of these units.
 
         Args:
@@ -333,29 +333,29 @@ class Executor:
             StorageError: the old values cannot be read.
         """
         ahead = [row for row in rows if row.ahead is not None]
-        if not ahead or self._params.handing_over.torn:  # a poisoned engine must not touch its states
+        if not ahead or self._params.critical.interrupted:  # a poisoned engine must not touch its states
             return
         for row in ahead:
             if row.residency is Residency.FETCHING:  # prefetched by the plan
                 self._do(OldParametersNeeded(row))
         to_fetch = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
         at_hand = [row for row in ahead if row not in to_fetch]
-        with self._params.handing_over:  # until every newer copy in memory is dropped
-            stale = self._in_flight.undo(at_hand, self.free_gradients, grads=grads)
+        with self._params.critical:  # until every newer copy in memory is dropped
+            stale = self._in_flight.roll_back(at_hand, self.free_gradients, grads=grads)
             self._spill_returned()
             for row in to_fetch:  # one by one: there may not be room for all of them
                 self._do(OldParametersNeeded(row))
-                self._in_flight.undo([row], self.free_gradients, grads=grads)
+                self._in_flight.roll_back([row], self.free_gradients, grads=grads)
             self._spill_returned()
             for row in ahead:
                 self.gathering.changed(row)
                 if row in stale:
                     self._do(ParametersStale(row))
 
-    def undo_all(self, *, grads: bool = True) -> bool:
+    def roll_back_all(self, *, grads: bool = True) -> bool:
         """Roll back all speculative updates. Return whether there were any."""
         rows = self._in_flight.ahead
-        self.undo(*rows, grads=grads)
+        self.roll_back(*rows, grads=grads)
         return bool(rows)
 
     def gradient_comes(self, row: Unit) -> None:
@@ -368,7 +368,7 @@ class Executor:
             self._in_flight.finish_ahead(row, self.free_gradients)
             self._spill_returned()
         if self._scheduler.waits_for_memory and self._in_flight.some_ended:
-            self.settle()
+            self.poll()
 
     @property
     def awaits_updates(self) -> bool:
@@ -393,12 +393,12 @@ class Executor:
             self._in_flight.gradients_returned = False
             self._do(GradientsRest())
 
-    def settle(self) -> None:
+    def poll(self) -> None:
         """Poll completions: note finished updates, and use the memory that they have released."""
-        if self._params.handing_over.torn:
+        if self._params.critical.interrupted:
             return
         in_flight = self._in_flight
-        in_flight.settle()
+        in_flight.poll()
         if in_flight.gradients_returned:
             self._spill_returned()
         if self._scheduler.waits_for_memory:
@@ -459,11 +459,11 @@ class Executor:
 
     def drain(self) -> None:
         """Finish every update and wait for it. Speculative ones are rolled back."""
-        self.undo_all()
+        self.roll_back_all()
         self._start_pending()
         while self._in_flight.finish_one():
             pass
-        self.settle()
+        self.poll()
         for state in self._scheduler.in_memory:
             self._hide_if_evictable(self.units[state.index])
 
@@ -475,7 +475,7 @@ class Executor:
             StorageError: they cannot be read or written.
         """
         refused: torch.OutOfMemoryError | None = None
-        with self._params.handing_over:  # any other error poisons the engine: some tiles have moved, others have not
+        with self._params.critical:  # any other error poisons the engine: some tiles have moved, others have not
             try:
                 self._pipeline.move_states(unit, there=there)
             except torch.OutOfMemoryError as error:
@@ -500,7 +500,7 @@ class Executor:
 
         All ranks call this together.
         """
-        self.undo(row)
+        self.roll_back(row)
         self.gathering.drop_ahead()  # the model's pass may be running
         row.params.pin()
         try:
@@ -509,14 +509,14 @@ class Executor:
             row.views.show()
             yield row.params.tensor
         finally:
-            self.gathering.let_go(row)
+            self.gathering.reshard(row)
             row.params.unpin()
             self._hide_if_evictable(row)
 
     @contextmanager
     def resident(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield this rank's shard of the unit in host memory, up to date and read only, while the context lasts."""
-        self.undo(row)
+        self.roll_back(row)
         row.views.look()  # values that `param.data = values` has set
         row.params.pin()
         try:

@@ -18,7 +18,7 @@ class Foresight:
         self._tried = False
 
     @property
-    def runs_ahead(self) -> bool:
+    def speculates(self) -> bool:
         """Whether updates of the next step may be speculative."""
         return self._quiet >= self._asked
 

@@ -47,11 +47,11 @@ class Owner(Protocol):
     def awaits_backward(self) -> bool:
         """Whether a forward pass is running, or its backward is to come."""
 
-    def settle(self, what: str) -> None:
+    def finish_updates(self, what: str) -> None:
         """Finish pending updates, because `what` reads the parameters."""
 
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
-        """As `settle`, when parameters may be changed. Return the engine's runtime."""
+        """As `finish_updates`, when parameters may be changed. Return the engine's runtime."""
 
     def lends(self, place: Place) -> bool:
         """Whether this parameter is lent."""

@@ -123,7 +123,7 @@ class Gathering:
             row.params.pin()
             self.ahead = {row: None, **self.ahead}
         elif row not in self.ahead:
-            self.let_go(row)
+            self.reshard(row)
 
     def begin_cycle(self) -> None:
         """Begin a forward pass."""
@@ -188,9 +188,9 @@ class Gathering:
         if row in self.ahead:
             self._drop(row)
         self._wait(row.shared)
-        row.shared.whole.outdate()
+        row.shared.whole.invalidate()
 
-    def let_go(self, row: Unit) -> None:
+    def reshard(self, row: Unit) -> None:
         """Reshard the unit, unless it is in use or its parameters stay on the device."""
         shared = row.shared
         if shared is not None and shared.moving_bytes and not shared.uses:
@@ -227,7 +227,7 @@ class Gathering:
 
     def _drop(self, row: Unit) -> None:
         self._take(row)
-        self.let_go(row)
+        self.reshard(row)
 
     def _take(self, row: Unit) -> None:
         """Wait for an early gather, and unpin the unit."""

@@ -228,7 +228,7 @@ class Gradients:
             stats[part] = landing.measure(unit, part)
         for part, measured in reversed(tuple(stats.items())):  # after the last one all are there, so there is one wait
             if isinstance(measured, Coming):
-                stats[part] = landing.settled(unit, part, measured.stats(self._counters))
+                stats[part] = landing.counted(unit, part, measured.stats(self._counters))
         return [measured for measured in stats.values() if isinstance(measured, GradStats)]
 
     @staticmethod

@@ -185,7 +185,7 @@ class Guards:
         owner = self._owner()
         if owner is not None:
             self._runtime.together(what)
-            owner.settle(what)
+            owner.finish_updates(what)
 
     def _make_whole(self, places: list[Place]) -> None:
         """Gather parameters that stay in memory, because other ranks have updated parts of them."""

@@ -61,7 +61,7 @@ class InFlight:
         self.gradients_returned = False
         self.speculative: dict[Unit, None] = {}
         self._params = params
-        self._handing_over = params.handing_over
+        self._critical = params.critical
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
@@ -98,7 +98,7 @@ class InFlight:
 
         The kernels are queued on the compute stream. Later work on that stream follows them, so no thread waits.
         """
-        with self._handing_over:
+        with self._critical:
             assert self._device_grads is not None
             segments = self._take_due(row)
             param, grad = self._params.begin_device_change(row.params), self._device_grads.tensor(row.grads)
@@ -118,7 +118,7 @@ class InFlight:
         """
         # The home of a dirty unit is stale, and this update may overwrite only a part of it.
         write = write and not row.params.is_dirty()
-        with self._handing_over:
+        with self._critical:
             self.open_host(row)
             tiles = None if row.begun is None else self._pipeline.all_tiles(row.index) - row.begun
             self._submit_job(row, self._take_due(row), write=write, needed=needed, tiles=tiles)
@@ -146,7 +146,7 @@ class InFlight:
             before: its part of the undo log, by tile; None if the update is not speculative.
         """
         unit, params = row.index, row.params
-        grad, arriving = self._grads.hand_over(row.grads)
+        grad, arriving = self._grads.take_for_update(row.grads)
         touching = self._params.begin_update(params)
         spec = params.spec
         trained = spec.trainable_numel // spec.sharding.count
@@ -169,7 +169,7 @@ class InFlight:
         ticket = self._pipeline.submit(job)
         ticket.computed.add_done_callback(partial(_note_ended, self._ended, unit))
         written = params.write_through(ticket) if write else None
-        reconstructable = self._pipeline.undoing.can_recover_param(segments, self._grads.dtype)
+        reconstructable = self._pipeline.rollback.can_recover_param(segments, self._grads.dtype)
         self._submitted[unit] = row
         row.submit(ticket, written, keeps=before is not None, reconstructable=reconstructable)
         return ticket
@@ -187,7 +187,7 @@ class InFlight:
         on_drive = row.params.home is Memory.NVME
         return on_drive and row.ahead.old_params is OldParams.STATES
 
-    def can_run_ahead(self, row: Unit, write: bool, needed: int) -> bool:
+    def can_speculate(self, row: Unit, write: bool, needed: int) -> bool:
         """Whether at least one tile of the unit can have the expected update speculatively.
 
         The unit and its gradients must be in memory and idle. If the undo log is full, this withdraws speculative
@@ -200,9 +200,9 @@ class InFlight:
         later = self._needed_later(needed)
         if not self._can_undo(row, old_params, without=[ticket for _, ticket in later]):
             return False
-        while not (can_undo := self._can_undo(row, old_params)) and later:
+        while not (can_roll_back := self._can_undo(row, old_params)) and later:
             self._withdraw(*later.pop())
-        return bool(can_undo)
+        return bool(can_roll_back)
 
     def _needed_later(self, needed: int) -> list[tuple[Unit, UpdateTicket]]:
         """Return speculative updates in the undo log whose units are used after `needed`, the latest use last."""
@@ -215,7 +215,7 @@ class InFlight:
 
     def _withdraw(self, row: Unit, ticket: UpdateTicket) -> None:
         """Cancel a speculative update, unless the worker has chosen it already."""
-        with self._handing_over:
+        with self._critical:
             if self._pipeline.withdraw(ticket):
                 self._clear_ahead(row)
                 self.finish(row)
@@ -232,19 +232,19 @@ class InFlight:
         Args:
             write: the update writes the parameters home in any case, so prefer the other slot to reconstruction.
         """
-        params, undoing, foreseen = row.params, self._pipeline.undoing, row.foreseen
+        params, rollback, foreseen = row.params, self._pipeline.rollback, row.foreseen
         assert foreseen is not None
-        can_undo, can_put_back = params.can_undo(), params.can_put_back()
-        if can_undo and write:
+        can_roll_back, can_put_back = params.can_roll_back(), params.can_put_back()
+        if can_roll_back and write:
             return OldParams.SLOTS
         is_reconstructable = can_put_back or (params.is_double_buffered and not self._params.keeps_steps)
         if (
             is_reconstructable
-            and undoing.can_recover_param(foreseen.segments, self._grads.dtype)
-            and undoing.keeps_all(row.index)
+            and rollback.can_recover_param(foreseen.segments, self._grads.dtype)
+            and rollback.keeps_all(row.index)
         ):
             return OldParams.STATES
-        if can_undo:
+        if can_roll_back:
             return OldParams.SLOTS
         return OldParams.IMAGES if can_put_back else OldParams.NOWHERE
 
@@ -252,10 +252,10 @@ class InFlight:
         """Return the indices of tiles whose update could be rolled back if the updates in `without` were withdrawn."""
         if old_params is OldParams.NOWHERE:
             return frozenset()
-        return self._pipeline.can_undo(row.index, param=old_params is OldParams.IMAGES, without=without)
+        return self._pipeline.can_roll_back(row.index, param=old_params is OldParams.IMAGES, without=without)
 
-    def run_ahead(self, row: Unit, write: bool, needed: int) -> None:
-        """Submit the speculative update of a unit that `can_run_ahead`.
+    def speculate(self, row: Unit, write: bool, needed: int) -> None:
+        """Submit the speculative update of a unit that `can_speculate`.
 
         Args:
             write: see `submit`. If it is False, the parameters may still be written, so that the old ones stay in the
@@ -264,17 +264,17 @@ class InFlight:
         unit, foreseen = row.index, row.foreseen
         assert foreseen is not None
         segments = foreseen.segments
-        with self._handing_over:
+        with self._critical:
             self.open_host(row)
             old_params = self._old_params(row, write)
             tiles = self._can_undo(row, old_params)
-            before = self._pipeline.undoing.keep_before(unit, tiles, param=old_params is OldParams.IMAGES)
+            before = self._pipeline.rollback.keep_before(unit, tiles, param=old_params is OldParams.IMAGES)
             reconstructs_grads = (
                 foreseen.grads_may_leave
                 and not before
                 and row.spills
                 and tiles == self._pipeline.all_tiles(unit)
-                and self._pipeline.undoing.can_recover(segments, self._grads.dtype)
+                and self._pipeline.rollback.can_recover(segments, self._grads.dtype)
             )
             ticket = self._submit_job(
                 row,
@@ -287,11 +287,11 @@ class InFlight:
                 reconstructs_param=old_params is OldParams.STATES,
             )
             self.speculative[row] = None
-            row.run_ahead(Ahead(segments, tiles, ticket, old_params))
+            row.speculate(Ahead(segments, tiles, ticket, old_params))
 
-    def confirm(self, row: Unit) -> None:
+    def commit(self, row: Unit) -> None:
         """Commit the speculative update. If it left out tiles, their update is due now."""
-        with self._handing_over:
+        with self._critical:
             in_part = row.ahead is not None and row.ahead.tiles != self._pipeline.all_tiles(row.index)
             if in_part:
                 self._due[row] = None
@@ -301,9 +301,9 @@ class InFlight:
                 row.keeps = False
             elif not in_part:
                 self._grads.drop(row.grads)
-            self._pipeline.undoing.forget_before(ahead.ticket)
+            self._pipeline.rollback.forget_before(ahead.ticket)
 
-    def undo(self, rows: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
+    def roll_back(self, rows: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
         """Roll back speculative updates: restore parameters and optimizer states.
 
         Args:
@@ -324,7 +324,7 @@ class InFlight:
                     f"the values of unit `{row.name}` are asked for while backward uses it, after its update has "
                     'begun: set tiering.update_schedule to "deferred"'
                 )
-        with self._handing_over:
+        with self._critical:
             aheads = [row.ahead for row in rows]
             tickets = [ahead.ticket for ahead in aheads if ahead is not None]
             submitted = [row for row in self._submitted.values() if row in rows]
@@ -336,16 +336,16 @@ class InFlight:
                 self.finish(row)
             for row in rows:
                 self._recover(row, free_gradients, grads=grads, param=True)
-            self._pipeline.undo(tickets)
+            self._pipeline.roll_back(tickets)
             stale: list[Unit] = []
             for row in rows:
                 assert row.ahead is not None
                 if row.ahead.old_params is OldParams.SLOTS:
-                    self._params.undo(row.params)
+                    self._params.roll_back(row.params)
                     stale.append(row)
                 elif row.ahead.old_params is OldParams.IMAGES:
                     self._restore_from_undo_log(row)
-                self._pipeline.undoing.forget_before(row.ahead.ticket)
+                self._pipeline.rollback.forget_before(row.ahead.ticket)
                 self._clear_ahead(row)
         return stale
 
@@ -364,7 +364,7 @@ class InFlight:
         grads = held.is_elsewhere
         if not grads and not param:
             return
-        with self._handing_over:
+        with self._critical:
             buffer = self._room_for_grads(row, free_gradients) if grads else None
             with self._changing(row) if param else nullcontext() as flat:
                 self._pipeline.recover(ahead.ticket, grad=buffer, param=flat)
@@ -385,7 +385,7 @@ class InFlight:
         """Restore the parameters from the undo log."""
         assert row.ahead is not None
         with self._changing(row) as flat:
-            for start, values in self._pipeline.undoing.params_before(row.ahead.ticket):
+            for start, values in self._pipeline.rollback.params_before(row.ahead.ticket):
                 flat[start : start + values.numel()].copy_(values)
 
     @contextmanager
@@ -471,7 +471,7 @@ class InFlight:
 
     @property
     def some_ended(self) -> bool:
-        """Whether finished updates may wait for `settle`."""
+        """Whether finished updates may wait for `poll`."""
         return bool(self._computed) or not self._ended.empty()
 
     def _read_ended(self) -> None:
@@ -483,7 +483,7 @@ class InFlight:
         if row is not None and self._is_computed(row):  # else the entry is of an earlier update of the unit
             self._computed[row] = None
 
-    def settle(self) -> None:
+    def poll(self) -> None:
         """Poll completions: close updates that are computed and written. Does not block."""
         if not self._computed and self._ended.empty():
             return
@@ -504,7 +504,7 @@ class InFlight:
 
     def _close(self, row: Unit) -> None:
         """Take an ended update off the row, and release its gradients and parameters. Raises if the update failed."""
-        with self._handing_over:
+        with self._critical:
             ticket, write = row.finish()
             self._submitted.pop(row.index, None)
             self._computed.pop(row, None)

@@ -57,7 +57,7 @@ class Landing(ABC):
     def measure(self, row: Unit, part: int) -> GradStats | Coming:
         """Measure the present gradients of a part."""
 
-    def settled(self, row: Unit, part: int, stats: GradStats) -> GradStats:
+    def counted(self, row: Unit, part: int, stats: GradStats) -> GradStats:
         """Return the share of a measurement that counts for the model's norm."""
         if not self._source.shares:
             return stats
@@ -96,7 +96,7 @@ class ToHost(Landing):
         return True
 
     def measure(self, row: Unit, part: int) -> GradStats:
-        return self.settled(row, part, grad_stats(self._values(row, part)))
+        return self.counted(row, part, grad_stats(self._values(row, part)))
 
 
 class Stays(Landing):

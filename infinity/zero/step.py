@@ -31,6 +31,7 @@ from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compiled import refuse_cuda_graphs
 from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.filling import filling_of
+from infinity.zero.grad_placeholders import GradPlaceholders
 from infinity.zero.hooks import Hooks
 from infinity.zero.last_step import LastStep
 from infinity.zero.layer_major import LayerMajor
@@ -38,7 +39,6 @@ from infinity.zero.losses import Losses, running_pass
 from infinity.zero.outside_reads import GraphPosition
 from infinity.zero.phases import Phase, Phases
 from infinity.zero.reduction import Addend
-from infinity.zero.stand_ins import StandIns
 from infinity.zero.step_counter import StepCounter
 from infinity.zero.unit import Unit
 from infinity.zero.updates import StepOutcome, Updates, UpdateSchedule
@@ -139,7 +139,7 @@ class Step:
         )
         self._filling = filling_of(runtime, config)
         self.activations = open_activations(config, runtime, model)
-        self._stand_ins = StandIns(model, self._executor.units)
+        self._grad_placeholders = GradPlaceholders(model, self._executor.units)
         self._compute_lane: ComputeLane | None = None
         if runtime.counters.timeline is not None:
             self._compute_lane = ComputeLane(self, runtime.counters.timeline, runtime.link.mark)
@@ -213,7 +213,7 @@ class Step:
             )
         if self._open is not None:
             self.abort()
-        if self.phase is Phase.UPDATE or self._runtime.torn:
+        if self.phase is Phase.UPDATE or self._runtime.poisoned:
             self.fail(InfinityError("an update was interrupted"))
         if self.phase is Phase.FAILED:
             raise InfinityError(
@@ -241,7 +241,7 @@ class Step:
     def at_rest(self) -> bool:
         """Whether all states are of one step, or will be when its submitted updates are done."""
         whole = self.phase not in (Phase.FAILED, Phase.CLOSED, Phase.UPDATE)
-        return whole and not self.updates.under_way and not self._runtime.torn
+        return whole and not self.updates.under_way and not self._runtime.poisoned
 
     def check_boundary(self, what: str) -> None:
         """Check that no step is running. A forward pass without its backward is dropped.
@@ -286,7 +286,7 @@ class Step:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, (StorageError, DivergedError)) or self.updates.under_way or self._runtime.torn:
+            if isinstance(error, (StorageError, DivergedError)) or self.updates.under_way or self._runtime.poisoned:
                 self.fail(error)
             raise
 
@@ -425,7 +425,7 @@ class Step:
         if self.keeper is not None and last:
             self.keeper.before_updates()
         before, self._open = self.phase, _Open(Phase.BACKWARD, self.phase, direct, last)
-        self._stand_ins.lift()
+        self._grad_placeholders.lift()
         self._phases.go(Phase.BACKWARD)
         if in_parts is None:
             # after a forward pass without the engine, gradients of any unit may come in parts
@@ -444,7 +444,7 @@ class Step:
         self._runtime.params.end_pass()
         self._ranks.path.end()
         self._executor.gathering.set_order(self.gradients.source.forward_order())
-        self._stand_ins.place()
+        self._grad_placeholders.place()
         self.losses.scaled = False
         self._open = None
 
@@ -507,7 +507,7 @@ class Step:
             self.counter.whole = False
             outcome = self._update()
             self.last.outcome = outcome
-            self._stand_ins.clear()
+            self._grad_placeholders.clear()
             self.counter.counts = replace(
                 counted,
                 global_steps=counted.global_steps + 1,
@@ -524,7 +524,7 @@ class Step:
     def _update(self) -> StepOutcome:
         try:
             self.updates.finish_step()
-            self._runtime.settle()
+            self._runtime.show_newest()
             if self._filling is not None:
                 self._filling.after_step()
             scheduler = self.lr_scheduler
@@ -532,7 +532,7 @@ class Step:
                 scheduler.step()
         except BaseException as error:
             if isinstance(error, NonFiniteError) and not self.updates.under_way:  # no unit was updated
-                self._stand_ins.clear()
+                self._grad_placeholders.clear()
                 self._phases.go(Phase.IDLE)
             else:
                 self.fail(error)
@@ -564,7 +564,7 @@ class Step:
                 return
             self.updates.undo_ahead(grads=False)
             self.gradients.drop_all()
-            self._stand_ins.wipe()
+            self._grad_placeholders.wipe()
             self.losses.forget_sum()
             if earlier := self.counter.begin_step_again():
                 _log.warning(
@@ -597,7 +597,7 @@ class Step:
         self.updates.undo_ahead(grads=False)
         self.gradients.drop_all()
         self._pass_failed = False
-        self._stand_ins.clear()
+        self._grad_placeholders.clear()
         self.losses.forget_sum()
         self.counter.leave_out()
         if self.phase is Phase.BACKWARD:  # a forward pass keeps its graph: its backward may follow
@@ -610,9 +610,9 @@ class Step:
             self.drop()
 
     def _drop_removed_gradients(self, arriving: nn.Parameter | None = None) -> None:
-        """Drop gradients after `param.grad = None` or `model.zero_grad()`, see [Note: stand-ins] in stand_ins.py."""
-        self._stand_ins.check(arriving)
-        gone = self._stand_ins.dropped()
+        """Drop gradients after `param.grad = None` or `model.zero_grad()`, see grad_placeholders.py."""
+        self._grad_placeholders.check(arriving)
+        gone = self._grad_placeholders.dropped()
         if not gone:
             return
         if self.updates.under_way:
@@ -624,7 +624,7 @@ class Step:
             raise error
         self.updates.undo_ahead()
         self.gradients.drop_params(gone)
-        self._stand_ins.forget(gone)
+        self._grad_placeholders.forget(gone)
 
     def _end_cycle(self, *, learn: bool) -> None:
         if not learn:
@@ -691,7 +691,7 @@ class Step:
             if self.layer_major is not None:
                 raise InfinityError(USE_TRAIN_BATCH)
             self.losses.share_out(param.grad, opened.direct.number)
-        self._stand_ins.arrived.setdefault(unit, set()).add(index)
+        self._grad_placeholders.arrived.setdefault(unit, set()).add(index)
         addend = self.gradients.take(unit, index, param)
         if addend is not None and self.updates.add(addend):
             self._complete(unit)
@@ -727,7 +727,7 @@ class Step:
             if self.activations is not None:
                 rest.callback(self.activations.close)
             rest.callback(self.hooks.remove)
-            rest.callback(self._stand_ins.clear)
+            rest.callback(self._grad_placeholders.clear)
             if self.layer_major is not None:
                 rest.callback(self.layer_major.remove)
             self._compute_lane = None  # it refers to this object

@@ -6,7 +6,7 @@ lifecycles. Each transition is a method that checks the state before it:
 
     due:        None -> segments (ask) -> None (take_due)
     ticket:     None -> an update in the pipeline (submit) -> None (finish)
-    ahead:      None -> a speculative update (run_ahead) -> None (commit, decide)
+    ahead:      None -> a speculative update (speculate) -> None (commit, decide)
 
 A unit with a speculative update has no update that is due.
 """
@@ -147,7 +147,7 @@ class Shared:
         self.moving_bytes = spec.moving_bytes
         self.uses = 0
         self.whole = Field(f"whole {spec.name}", [Memory.DEVICE])
-        self.whole.outdate()  # a value exists, but not unsharded
+        self.whole.invalidate()  # a value exists, but not unsharded
 
     @property
     def is_whole(self) -> bool:
@@ -235,7 +235,7 @@ class Unit(UnitState):
 
     @property
     def gradients_have_room(self) -> bool:
-        return self._store.can_hand_over(self.grads)
+        return self._store.can_submit(self.grads)
 
     @property
     def is_updated_on_device(self) -> bool:
@@ -265,7 +265,7 @@ class Unit(UnitState):
         self.write, self.keeps = write, keeps
         self.ticket = ticket
 
-    def run_ahead(self, ahead: Ahead) -> None:
+    def speculate(self, ahead: Ahead) -> None:
         """Mark the update in the pipeline as speculative."""
         if self.ahead is not None or self.due is not None:
             self._refuse("a speculative update is submitted")
@@ -293,12 +293,12 @@ class Unit(UnitState):
         return ahead
 
     @property
-    def ran_ahead(self) -> tuple[Segment, ...] | None:
+    def speculated(self) -> tuple[Segment, ...] | None:
         """The speculative update; None if there is none."""
         return None if self.ahead is None else self.ahead.segments
 
     def decide(self) -> Ahead:
-        """Return the speculative update and clear it: it is accepted, was undone, or never ran."""
+        """Return the speculative update and clear it: it is accepted, was rolled back, or never ran."""
         ahead = self.ahead
         if ahead is None:
             self._refuse("a speculative update is decided on")

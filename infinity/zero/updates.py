@@ -115,10 +115,10 @@ class Updates:
         self._due.clear()
         self._votes.clear()
         self._pipeline.prefer(begun=True)
-        runs_ahead = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.runs_ahead
-        if runs_ahead:
+        speculates = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.speculates
+        if speculates:
             self._executor.begin_ahead()
-        if runs_ahead or (last and self._schedule is UpdateSchedule.BACKWARD):
+        if speculates or (last and self._schedule is UpdateSchedule.BACKWARD):
             self._pipeline.expect(list(dict.fromkeys(self._update_order)))
             self._update_order = []
 
@@ -171,13 +171,13 @@ class Updates:
         elif self._schedule is UpdateSchedule.SPECULATIVE:
             # On all ranks alike: whether an update is speculative depends on a rank's own memory and drives.
             self._executor.gathering.changed(unit)
-            if self._foresight.runs_ahead:
+            if self._foresight.speculates:
                 self._run_ahead(unit)
 
     def _run_ahead(self, unit: Unit) -> None:
         """Submit the unit's update speculatively, as if the global norm were known and small."""
         segments = self._segments(unit, 1.0 / self._losses.loss_scale.value)
-        if self._executor.run_ahead(unit, segments, may_leave=self._gradients.are_measured(unit)):
+        if self._executor.speculate(unit, segments, may_leave=self._gradients.are_measured(unit)):
             self._update_order.append(unit.index)
             self._updated.add(unit)
             self._foresight.tried()
@@ -188,7 +188,7 @@ class Updates:
         Args:
             grads: restore the gradients; False if the step's gradients are about to be dropped.
         """
-        if self._executor.undo_all(grads=grads):
+        if self._executor.roll_back_all(grads=grads):
             self._foresight.disturbed()
 
     def _all_final(self) -> None:
@@ -217,7 +217,7 @@ class Updates:
             self._losses.check_late()
             self._votes[unit] = self._gradients.ask_others(unit)
             updated |= self._update_voted(0 if self._gradients.alone else _OPEN_VOTES)
-            self._executor.settle()  # upload updates that ended while this thread waited
+            self._executor.poll()  # upload updates that ended while this thread waited
         return self._update_voted(leave) or updated
 
     def _update_voted(self, leave: int = 0) -> bool:
@@ -338,7 +338,7 @@ class Updates:
         norm = self._gradients.norm() / loss_scale
         overflow = norm != norm
         if overflow:
-            self._executor.undo_all(grads=False)
+            self._executor.roll_back_all(grads=False)
             self._gradients.drop_all()
         self._losses.loss_scale.after_step(overflow=overflow)
         if overflow:
@@ -358,15 +358,15 @@ class Updates:
         if self._executor.awaits_updates:
             for unit in reversed(self._gradients.units_with_gradients()):
                 self._gradients.sums_sq(unit)
-                self._executor.settle()
+                self._executor.poll()
 
     def _update_all(self, scale: float) -> None:
         """Update all units that have gradients. Commit speculative updates that used the same rules, and roll back the
         others."""
         units = self._executor.forward_order(self._gradients.units_with_gradients())
         segments = {unit: self._segments(unit, scale) for unit in units}
-        others = [unit for unit in units if unit.ran_ahead != segments[unit]]
-        self._executor.undo(*others)
+        others = [unit for unit in units if unit.speculated != segments[unit]]
+        self._executor.roll_back(*others)
         if self._schedule is not UpdateSchedule.BARRIER:
             self._pipeline.expect([unit.index for unit in others])
         for unit in units:
@@ -378,8 +378,8 @@ class Updates:
         self._count(unit)
         indices = self._gradients.with_gradients(unit)
         unit.total.step = None  # the present gradients belong to the update
-        if unit.ran_ahead == segments:
-            self._executor.confirm(unit, indices)
+        if unit.speculated == segments:
+            self._executor.commit(unit, indices)
         else:
             self._executor.update(unit, segments, indices)
 

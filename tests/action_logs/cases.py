@@ -199,9 +199,9 @@ def config_of(case: Case, path: Path, host_memory: int) -> dict[str, Any]:
 
 def _train(engine: infinity.Engine, case: Case, recorder: Recorder) -> None:
     made = torch.Generator().manual_seed(1)
-    runs_ahead = Foresight.runs_ahead
+    speculates = Foresight.speculates
     if case.eager:
-        Foresight.runs_ahead = True  # type: ignore[assignment, method-assign]
+        Foresight.speculates = True  # type: ignore[assignment, method-assign]
     try:
         for step in range(STEPS):
             recorder.event(f"\n# step {step}")
@@ -214,4 +214,4 @@ def _train(engine: infinity.Engine, case: Case, recorder: Recorder) -> None:
                 engine.backward(output if torch.is_tensor(output) else output.logits.float().square().mean())
                 engine.step()
     finally:
-        Foresight.runs_ahead = runs_ahead  # type: ignore[method-assign]
+        Foresight.speculates = speculates  # type: ignore[method-assign]

@@ -107,10 +107,10 @@ def recording(recorder: Recorder) -> Iterator[None]:
         action(UpdatePipeline, "expect", lambda _, units: f"expect {names(units)}" if units else None)
         action(InFlight, "update_on_device", lambda _, row: f"update on the device {name(row.index)}")
         after(UpdatePipeline, "withdraw", lambda _, ticket: f"withdraw {name(ticket.job.unit)}")
-        action(InFlight, "confirm", lambda _, row: f"commit {name(row.index)}")
+        action(InFlight, "commit", lambda _, row: f"commit {name(row.index)}")
         action(
             InFlight,
-            "undo",
+            "roll_back",
             lambda _, rows, *__, **___: f"roll back {names(row.index for row in rows)}" if rows else None,
         )
         action(GradStore, "spill", lambda _, each: f"spill {name(each.unit)}")

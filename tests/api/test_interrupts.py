@@ -372,7 +372,7 @@ def test_an_interrupted_zero_grad_leaves_no_part_of_the_gradients(tmp_path, monk
 
 
 def test_an_interrupt_before_stale_copies_are_dropped_stops_the_engine(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(Foresight, "runs_ahead", True)
+    monkeypatch.setattr(Foresight, "speculates", True)
     spill_returned, left = Executor._spill_returned, [KeyboardInterrupt()]
 
     def interrupted(executor: Executor) -> None:
@@ -410,7 +410,7 @@ def test_an_interrupt_while_updates_are_drained_leaves_no_unit_pinned(tmp_path, 
         engine.synchronize()
 
 
-@pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])
+@pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["reverted", "committed"])
 @pytest.mark.parametrize(
     "file",
     [
@@ -426,19 +426,19 @@ def test_an_interrupt_while_updates_are_drained_leaves_no_unit_pinned(tmp_path, 
 def test_an_interrupt_of_speculative_updates_is_refused_or_leaves_no_trace(
     file, clipping, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(Foresight, "runs_ahead", True)
+    monkeypatch.setattr(Foresight, "speculates", True)
     case = Case("speculative", "nvme", host_memory=106_496, clipping=clipping)
     outcomes = sweep(case, tmp_path, EVERY, file)
     assert outcomes["nothing"] > 0
 
 
-@pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["undone", "confirmed"])
+@pytest.mark.parametrize("clipping", [0.1, 1e6], ids=["reverted", "committed"])
 @pytest.mark.parametrize("file", ["zero/in_flight.py", "optim/pipeline.py", "optim/undo_log.py"])
 @pytest.mark.slow
 def test_an_interrupt_of_updates_with_an_undo_log_is_refused_or_leaves_no_trace(
     file, clipping, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(Foresight, "runs_ahead", True)
+    monkeypatch.setattr(Foresight, "speculates", True)
     outcomes = sweep(Case("speculative", "cpu", discrete=True, clipping=clipping), tmp_path, EVERY, file)
     assert outcomes["nothing"] + outcomes["refused"] > 0
 

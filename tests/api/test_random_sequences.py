@@ -18,7 +18,7 @@ from tests.api.sequences import CASES, OPERATIONS, Case, run_sequence
 def _eager() -> Iterator[None]:
     """Under the `speculative` schedule, updates run ahead in every step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Foresight, "runs_ahead", True)
+        patch.setattr(Foresight, "speculates", True)
         yield
 
 

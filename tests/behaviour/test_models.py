@@ -527,7 +527,7 @@ class PassesInHook(Chain):
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("schedule", ["backward", "speculative", "deferred"])
 def test_backward_passes_within_a_hook_count_or_are_refused(schedule, outer, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(Foresight, "runs_ahead", schedule == "speculative")
+    monkeypatch.setattr(Foresight, "speculates", schedule == "speculative")
     settings = config(tmp_path, "1MiB", gradient_clipping=0 if schedule == "backward" else 1e9)
     settings["tiering"] |= {"update_schedule": schedule, "timeline": str(tmp_path / "timeline.json")}
     if schedule == "deferred" or not outer:

@@ -18,7 +18,7 @@ import torch
 import infinity
 from infinity.errors import CapacityError, InfinityError, StorageError
 from infinity.kernels import Lost
-from infinity.optim import pipeline, undo
+from infinity.optim import pipeline, rollback
 from infinity.schedule.actions import ParametersStale
 from infinity.tiers import GradStore, StateStore, UnitGrads
 from infinity.tiers.unit_params import UnitParams
@@ -40,25 +40,25 @@ _TRAINED = {"architecture", "clipping", "precision", "accumulation"}  # options 
 @pytest.fixture
 def eager(monkeypatch) -> None:
     """Updates are speculative in every step, whatever happened in the last one."""
-    monkeypatch.setattr(Foresight, "runs_ahead", True)
+    monkeypatch.setattr(Foresight, "speculates", True)
 
 
 @pytest.fixture
 def seen(monkeypatch) -> list[str]:
-    """A list that grows by the outcome of each speculative update: "confirmed" or "undone"."""
+    """A list that grows by the outcome of each speculative update: "committed" or "reverted"."""
     told: list[str] = []
-    confirm, undo = InFlight.confirm, InFlight.undo
+    commit, roll_back = InFlight.commit, InFlight.roll_back
 
-    def confirmed(self: InFlight, row: Unit) -> None:
-        told.append("confirmed")
-        confirm(self, row)
+    def committed(self: InFlight, row: Unit) -> None:
+        told.append("committed")
+        commit(self, row)
 
-    def undone(self: InFlight, rows: list[Unit], free: Callable[[Unit], bool], *, grads: bool) -> list[Unit]:
-        told.extend("undone" for _ in rows)
-        return undo(self, rows, free, grads=grads)
+    def rolled_back(self: InFlight, rows: list[Unit], free: Callable[[Unit], bool], *, grads: bool) -> list[Unit]:
+        told.extend("reverted" for _ in rows)
+        return roll_back(self, rows, free, grads=grads)
 
-    monkeypatch.setattr(InFlight, "confirm", confirmed)
-    monkeypatch.setattr(InFlight, "undo", undone)
+    monkeypatch.setattr(InFlight, "commit", committed)
+    monkeypatch.setattr(InFlight, "roll_back", rolled_back)
     return told
 
 
@@ -213,7 +213,7 @@ def test_the_bits_are_those_of_updates_that_wait(
 ) -> None:
     same_bits(tmp_path, architecture=architecture, clipping=clipping, accumulation=accumulation)
     outcomes = set(seen)
-    assert outcomes == {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
+    assert outcomes == {NEVER: {"committed"}, SOMETIMES: {"committed", "reverted"}, ALWAYS: {"reverted"}}[clipping]
     assert (gradients["left"] > 0) == (accumulation == 1)  # else they are held in float32
     if clipping != NEVER:
         assert gradients["restored"] > 0 or accumulation > 1
@@ -223,7 +223,7 @@ def test_the_bits_are_those_of_updates_that_wait(
 def test_at_any_budget(share, eager, seen, tmp_path) -> None:
     """Gradients spill, tiles lie in memory and on the drive, units are fetched and evicted."""
     same_bits(tmp_path, clipping=SOMETIMES, host_memory=int(least_memory("gpt2", "bf16", 1) * share))
-    assert set(seen) == {"confirmed", "undone"}
+    assert set(seen) == {"committed", "reverted"}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -233,7 +233,7 @@ def test_in_memory_old_values_are_kept(offload, clipping, precision, eager, seen
     """Parameters are in memory; states are in memory, too, or double-buffered on the drive."""
     memory = None if offload == "cpu" else 1 << 30
     same_bits(tmp_path, clipping=clipping, precision=precision, params="none", offload=offload, host_memory=memory)
-    assert set(seen) >= {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
+    assert set(seen) >= {NEVER: {"committed"}, SOMETIMES: {"committed", "reverted"}, ALWAYS: {"reverted"}}[clipping]
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.7])
@@ -245,7 +245,7 @@ def test_with_an_undo_log_for_some_units(share, eager, seen, tmp_path) -> None:
         states = sum(param.numel() for param in engine.module.parameters()) * 12
     budget = most + int(share * states)
     same_bits(tmp_path, clipping=SOMETIMES, params="none", offload="cpu", host_memory=budget)
-    assert set(seen) == {"confirmed", "undone"}
+    assert set(seen) == {"committed", "reverted"}
     with engine_of(tmp_path, "speculative", params="none", offload="cpu", host_memory=budget) as engine:
         train(engine)
         assert engine.stats().peak_bytes["host"] <= budget
@@ -295,7 +295,7 @@ def test_an_update_of_a_unit_needed_later_is_withdrawn(
     same_bits(tmp_path, host_memory=budget, **changes)
     assert withdrawn
     assert 0 not in withdrawn  # the embedding, which is needed first
-    assert set(seen) == {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}}[clipping]
+    assert set(seen) == {NEVER: {"committed"}, SOMETIMES: {"committed", "reverted"}}[clipping]
 
 
 def room_for_a_block(path: Path, accumulation: int = 1) -> int:
@@ -314,7 +314,7 @@ def largest_block(architecture: str) -> int:
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_precisions(precision, eager, seen, tmp_path) -> None:
     same_bits(tmp_path, precision=precision, clipping=SOMETIMES)
-    assert "undone" in seen
+    assert "reverted" in seen
 
 
 def test_a_skipped_step_leaves_what_was(eager, seen, tmp_path) -> None:
@@ -327,7 +327,7 @@ def test_a_skipped_step_leaves_what_was(eager, seen, tmp_path) -> None:
         infinity.utils.safe_set_full_grad(parameter, torch.full_like(gradient, float("inf")))
 
     same_bits(tmp_path, spoil, precision="fp16")
-    assert "undone" in seen
+    assert "reverted" in seen
 
 
 def lower_rate(engine: infinity.Engine) -> None:
@@ -382,7 +382,7 @@ def fail(engine: infinity.Engine) -> None:
 @pytest.mark.parametrize("disturb", [lower_rate, look, change_gradients, again, drop, evaluate, fail])
 def test_what_comes_between_backward_and_step(disturb, eager, seen, tmp_path) -> None:
     same_bits(tmp_path, disturb, neutral=disturb in (look, evaluate, fail))
-    assert {"undone", "confirmed"} == set(seen)
+    assert {"reverted", "committed"} == set(seen)
 
 
 def test_values_between_backward_and_step_are_the_old_ones(eager, tmp_path) -> None:
@@ -430,7 +430,7 @@ def test_a_save_that_training_does_not_wait_for(eager, seen, tmp_path) -> None:
             losses.append(loss_of(engine, ids))
             engine.backward(losses[-1])
             engine.step()
-    assert "confirmed" in seen
+    assert "committed" in seen
     with engine_of(tmp_path / "swap", "deferred", host_memory=budget) as engine:
         engine.load_checkpoint(tmp_path / "saved", "two")
         assert all(torch.equal(a, b) for a, b in zip(states_of(engine), expected, strict=True))
@@ -481,7 +481,7 @@ def test_elements_that_cannot_be_reconstructed_are_kept(
     same_bits(tmp_path, clipping=SOMETIMES, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
     assert calls
     assert gradients["restored"] > 0
-    assert set(seen) == {"confirmed", "undone"}
+    assert set(seen) == {"committed", "reverted"}
 
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
@@ -490,7 +490,7 @@ def test_parameters_in_memory_are_reconstructed_from_states_on_a_drive(
     params, clipping, eager, seen, gradients, tmp_path
 ) -> None:
     same_bits(tmp_path, clipping=clipping, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
-    assert set(seen) >= {NEVER: {"confirmed"}, SOMETIMES: {"confirmed", "undone"}, ALWAYS: {"undone"}}[clipping]
+    assert set(seen) >= {NEVER: {"committed"}, SOMETIMES: {"committed", "reverted"}, ALWAYS: {"reverted"}}[clipping]
     assert gradients["left"] > 0
 
 
@@ -580,15 +580,15 @@ def test_parameters_that_cannot_be_reconstructed_are_written_again(
 
     losses, states = expected(clipping=clipping)
     with engine_of(tmp_path, "speculative", clipping=clipping, host_memory=room_for_params()) as engine:
-        most = undo._MOST_LOST_PARAMS
+        most = rollback._MOST_LOST_PARAMS
         for step, ids in enumerate(DATA):
-            monkeypatch.setattr(undo, "_MOST_LOST_PARAMS", 0 if step in (2, 3) else most)
+            monkeypatch.setattr(rollback, "_MOST_LOST_PARAMS", 0 if step in (2, 3) else most)
             loss = loss_of(engine, ids)
             engine.backward(loss)
             engine.step()
             assert loss.item() == losses[step]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(states_of(engine), states, strict=True))
-    assert "confirmed" in seen
+    assert "committed" in seen
 
 
 def test_a_drive_that_cannot_say_what_was_before_stops_the_engine(eager, monkeypatch, tmp_path) -> None:
@@ -619,7 +619,7 @@ def test_a_skipped_step_does_not_ask_for_gradients(eager, seen, gradients, tmp_p
 
 
 def _train_on_rank(path: Path, home: str) -> list[list[float]]:
-    Foresight.runs_ahead = True  # type: ignore[assignment, method-assign]
+    Foresight.speculates = True  # type: ignore[assignment, method-assign]
     results = []
     for schedule in ("deferred", "speculative"):
         with engine_of(path, schedule, clipping=SOMETIMES, params=home, offload=home) as engine:
@@ -631,7 +631,7 @@ def _train_on_rank(path: Path, home: str) -> list[list[float]]:
 def test_a_unit_whose_update_may_be_speculative_is_unsharded_again_on_all_ranks(eager, monkeypatch, tmp_path) -> None:
     """Whether its rank had room or not: else some ranks would unshard fewer units than others, and hang."""
     changed: set[int] = set()
-    monkeypatch.setattr(InFlight, "can_run_ahead", lambda *_: False)
+    monkeypatch.setattr(InFlight, "can_speculate", lambda *_: False)
     monkeypatch.setattr(Gathering, "changed", lambda _, row: changed.add(row.index))
     with engine_of(tmp_path, "speculative") as engine:
         engine.backward(loss_of(engine, DATA[0]))
@@ -653,8 +653,8 @@ def test_updates_are_speculative_after_quiet_steps() -> None:
     foresight = Foresight()
     ran = []
     for quiet in [False, True, True, False, True, True, True, True, True]:
-        ran.append(foresight.runs_ahead)
-        if foresight.runs_ahead:
+        ran.append(foresight.speculates)
+        if foresight.speculates:
             foresight.tried()
         foresight.after_step(quiet=quiet)
     #              clipped, quiet; ahead, ahead and wrong; two quiet ones, ahead

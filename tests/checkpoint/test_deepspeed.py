@@ -21,7 +21,7 @@ import infinity
 from infinity.checkpoint import pickles
 from infinity.checkpoint.deepspeed import import_deepspeed
 from infinity.checkpoint.format import Manifest, read_manifest
-from infinity.checkpoint.pickles import StandIn, read_pickle
+from infinity.checkpoint.pickles import ForeignObject, read_pickle
 from infinity.checkpoint.stored import StoredReader
 from infinity.cli.main import main
 from tests.checkpoint.deepspeed_model import AFTER, BEFORE, config, data, groups, small
@@ -216,7 +216,7 @@ def rewrite(path: Path, change: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, StandIn):
+    if isinstance(value, ForeignObject):
         return dict(value.state) if value.state else value.arguments[0]
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}

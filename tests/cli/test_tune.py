@@ -195,9 +195,9 @@ def test_a_budget_is_a_time(budget, tmp_path, capsys) -> None:
 def trials_of(workers: Workers, tmp_path: Path, **more) -> tuple[Trials, Outlook]:
     values = read_json(config_file(tmp_path))
     machine = json.loads(json.dumps(MACHINE).replace("bfloat16", "float32"))
-    from infinity.planner import shape_of, stand_in  # noqa: PLC0415
+    from infinity.planner import decoder_of, shape_of  # noqa: PLC0415
 
-    outlook = Outlook(stand_in(shape_of(20e6)), values, machine, Bounds(Limits(), 64 << 30, 300 << 20), 16)
+    outlook = Outlook(decoder_of(shape_of(20e6)), values, machine, Bounds(Limits(), 64 << 30, 300 << 20), 16)
     return Trials(workers, outlook, TrialJob("gpt2:tiny", 16, False, None, 3, **more)), outlook
 
 

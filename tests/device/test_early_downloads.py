@@ -43,7 +43,7 @@ def test_a_download_of_what_is_there_overtakes_what_is_computed() -> None:
     ],
 )
 def test_parameters_come_down_early_within_a_backward_pass(clipping, schedule, early, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("infinity.zero.foresight.Foresight.runs_ahead", True)
+    monkeypatch.setattr("infinity.zero.foresight.Foresight.speculates", True)
     download, told = AcceleratorLink.download, list[bool]()
 
     def noted(self: AcceleratorLink, there: torch.Tensor, here: torch.Tensor, after: Any = None) -> Any:

@@ -67,14 +67,14 @@ def test_any_order_of_moving_states_to_the_device_and_back_has_the_same_bits(
     ahead: list[int] = []
     if recipe.clipping == SOMETIMES:
         recipe = replace(recipe, clipping=middle_norm("gpt2", recipe.precision, recipe.accumulation))
-        run_ahead = InFlight.run_ahead
+        speculate = InFlight.speculate
 
         def counted(self: InFlight, row: Unit, *rest: Any) -> None:
             ahead.append(row.index)
-            run_ahead(self, row, *rest)
+            speculate(self, row, *rest)
 
-        monkeypatch.setattr(Foresight, "runs_ahead", True)
-        monkeypatch.setattr(InFlight, "run_ahead", counted)
+        monkeypatch.setattr(Foresight, "speculates", True)
+        monkeypatch.setattr(InFlight, "speculate", counted)
     sometimes = recipe.clipping not in (0.0, 0.5)
     chance = random.Random(f"{recipe}{tier}")
     data = batches(recipe.steps * recipe.accumulation)

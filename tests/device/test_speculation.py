@@ -58,14 +58,14 @@ def test_the_bits_are_those_of_the_cpu(
     params, states, keeps, clipping, accumulation, speed, tmp_path, monkeypatch
 ) -> None:
     ahead: list[int] = []
-    run_ahead = InFlight.run_ahead
+    speculate = InFlight.speculate
 
     def counted(self: InFlight, row: Unit, *rest: object) -> None:
         ahead.append(row.index)
-        run_ahead(self, row, *rest)  # type: ignore[arg-type]
+        speculate(self, row, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Foresight, "runs_ahead", True)
-    monkeypatch.setattr(InFlight, "run_ahead", counted)
+    monkeypatch.setattr(Foresight, "speculates", True)
+    monkeypatch.setattr(InFlight, "speculate", counted)
     clipping = middle_norm("gpt2", "bf16", accumulation) if clipping == SOMETIMES else clipping
     recipe = Recipe("bf16", accumulation, clipping, STEPS)
     # Crash-consistent steps double-buffer the states in memory, too; the others keep an undo log, if it has room.
@@ -151,7 +151,7 @@ def test_on_the_drives_it_is_chosen_where_they_have_room_for_two_versions_and_a_
 )
 def test_with_an_embedding_that_stays_on_the_device(params, states, clipping, speed, tmp_path, monkeypatch) -> None:
     """After the first step the device updates the embedding, and the updates of the blocks are speculative."""
-    monkeypatch.setattr(Foresight, "runs_ahead", True)
+    monkeypatch.setattr(Foresight, "speculates", True)
     monkeypatch.setattr(on_device, "_WORTH_NUMEL", 1)
     monkeypatch.setattr(filling, "that_fit", lambda rules, shards, order, spare_bytes: order[:1])
     recipe = Recipe("bf16", 1, middle_norm("gpt2", "bf16", 1) if clipping else 0.0, STEPS)

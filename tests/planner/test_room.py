@@ -18,13 +18,13 @@ from infinity.planner import (
     TrainingPlan,
     Work,
     count_work,
+    decoder_of,
     estimate,
     largest_model,
     plan_training,
     plan_with_room,
     problems,
     shape_of,
-    stand_in,
     usual_shape,
 )
 from infinity.planner.memory import Count
@@ -53,7 +53,7 @@ def count(model: nn.Module, plan: TrainingPlan) -> Work:
 def refused(
     shape: Shape, config: Config, machine: Machine, drives: list[Drive], host_bytes: int, count: Count = count
 ) -> list[str]:
-    model = stand_in(shape)
+    model = decoder_of(shape)
     free_bytes = host_bytes - LIBRARIES * machine.neighbours
     try:
         _, plan, work = plan_with_room(model, config, machine, lambda plan: count(model, plan), free_bytes)
@@ -75,7 +75,7 @@ def test_an_auto_budget_is_never_refused_where_one_by_hand_would_pass(gib, tmp_p
 def test_a_device_budget_leaves_room_for_activations(tmp_path) -> None:
     config = auto_config(tmp_path)
     machine = Machine(device_bytes=8 * GIB, host_bytes=64 * GIB)
-    model = stand_in(shape_of(4e9))
+    model = decoder_of(shape_of(4e9))
     plain = plan_training(model, config, machine)
     assert any(problems(plain, estimate(plain, count(model, plain), LIBRARIES), DRIVES, 64 * GIB))
     assert refused(shape_of(4e9), config, machine, DRIVES, 64 * GIB) == []
@@ -83,7 +83,7 @@ def test_a_device_budget_leaves_room_for_activations(tmp_path) -> None:
 
 def test_what_fits_is_left_as_it_is(tmp_path) -> None:
     config = auto_config(tmp_path)
-    model = stand_in(shape_of(2e7))
+    model = decoder_of(shape_of(2e7))
     same, _, _ = plan_with_room(model, config, Machine(host_bytes=64 * GIB), lambda plan: count(model, plan), 63 * GIB)
     assert same is config
 

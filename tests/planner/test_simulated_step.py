@@ -67,7 +67,7 @@ def test_updates_run_under_backward_and_the_last_one_under_the_next_forward() ->
     unit = UnitWork(grad_bytes=1, tiles=(TileWork(1.5),))
     assert seconds(step(unit)) == pytest.approx(COMPUTING + 1.5), "the first unit is updated last and needed first"
     assert seconds(step(unit, runs_in_backward=False)) == pytest.approx(COMPUTING + 1.5 + 3 * 0.5)
-    settled = simulate_step(step(unit, runs_in_backward=False, settles=True), even)
+    settled = simulate_step(step(unit, runs_in_backward=False, waits_for_updates=True), even)
     assert settled.seconds == pytest.approx(COMPUTING + 4 * 1.5)
     assert settled.phases_s["update"] == pytest.approx(4 * 1.5)
 

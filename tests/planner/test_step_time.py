@@ -18,10 +18,10 @@ from infinity.planner import (
     StepTime,
     TrainingPlan,
     count_work,
+    decoder_of,
     plan_training,
     predict_step,
     rates_of,
-    stand_in,
     with_numbers,
 )
 from infinity.planner.step_time import speeds_of
@@ -50,7 +50,7 @@ def config_of(**more: Any) -> Config:
 
 def predicted(rates: Rates, machine: Machine = CPU, seq: int = 64, **more: Any) -> tuple[TrainingPlan, StepTime]:
     config = config_of(**more)
-    model = stand_in(SHAPE)
+    model = decoder_of(SHAPE)
     plan = plan_training(model, config, machine)
     work = count_work(model, plan.sizing.partition, compute_dtype(config), 1, seq)
     return plan, predict_step(plan, config, work, rates)
@@ -62,7 +62,7 @@ def numbers(**rates: float) -> Rates:
 
 
 def least_budget(**more: Any) -> dict[str, Any]:
-    needs = plan_training(stand_in(SHAPE), config_of(**more)).needs
+    needs = plan_training(decoder_of(SHAPE), config_of(**more)).needs
     return {"tiering.host_memory": needs.least_bytes}
 
 
@@ -106,7 +106,7 @@ def test_schedules_differ_in_what_hides_the_updates() -> None:
 def test_speculative_updates_leave_room_for_the_least_budget() -> None:
     """Their units leave memory as the engine lets them, so that the next one finds room."""
     ahead = {"tiering.update_schedule": "speculative", "gradient_clipping": 1.0}
-    budget = {"tiering.host_memory": plan_training(stand_in(SHAPE), config_of(**ahead)).needs.least_bytes}
+    budget = {"tiering.host_memory": plan_training(decoder_of(SHAPE), config_of(**ahead)).needs.least_bytes}
     _, step = predicted(numbers(flop_per_s=2e8, disk_bytes_per_s=30e6), **ahead, **budget)
     assert step.seconds > 0
 

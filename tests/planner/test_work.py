@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import infinity
 from infinity.config import load_config
 from infinity.memory import FRESH_BYTES
-from infinity.planner import Machine, Shape, Work, count_work, plan_training, stand_in
+from infinity.planner import Machine, Shape, Work, count_work, decoder_of, plan_training
 from tests.behaviour.reference import SEQ, tiny_gpt2, tiny_llama
 
 CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
@@ -72,7 +72,7 @@ def test_products_and_saved_bytes_are_those_of_a_real_pass(make) -> None:
 
 def test_large_results_are_told_from_those_that_an_allocator_keeps() -> None:
     head = FRESH_BYTES // 4 // 64  # rows of 64 float32, as large as that
-    small, large = (work_of(stand_in(Shape(3, 64, vocabulary)), batch=1, seq=4) for vocabulary in (head // 2, head))
+    small, large = (work_of(decoder_of(Shape(3, 64, vocabulary)), batch=1, seq=4) for vocabulary in (head // 2, head))
     assert (small.forward.fresh_bytes, small.backward.fresh_bytes) == (0, 0)
     assert large.forward.fresh_bytes == 0
     gradients = large.backward.fresh_bytes / (4 * 64 * head)
@@ -80,14 +80,14 @@ def test_large_results_are_told_from_those_that_an_allocator_keeps() -> None:
 
 
 def test_work_grows_with_the_blocks_and_the_batch() -> None:
-    two, four = (work_of(stand_in(Shape(layers, 64, 512))) for layers in (3, 6))
+    two, four = (work_of(decoder_of(Shape(layers, 64, 512))) for layers in (3, 6))
     per_layer = 2 * 2 * SEQ * 12 * 64**2  # of products with weights
     assert four.forward.total_flops - two.forward.total_flops == pytest.approx(3 * per_layer, rel=0.1)
-    assert work_of(stand_in(Shape(3, 64, 512)), batch=4).saved_bytes == pytest.approx(2 * two.saved_bytes, rel=0.01)
+    assert work_of(decoder_of(Shape(3, 64, 512)), batch=4).saved_bytes == pytest.approx(2 * two.saved_bytes, rel=0.01)
 
 
 def test_checkpointing_saves_little_and_computes_again() -> None:
-    model = stand_in(Shape(6, 64, 512))
+    model = decoder_of(Shape(6, 64, 512))
     plain, kept = work_of(model), work_of(model, checkpointing=True)
     assert kept.saved_bytes < plain.saved_bytes / 2
     assert kept.backward.total_flops > plain.backward.total_flops
@@ -97,7 +97,7 @@ def test_checkpointing_saves_little_and_computes_again() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_tiles_do_the_work_of_the_layers_that_they_are_of(checkpointing) -> None:
-    whole, tiled = (work_of(stand_in(Shape(3, 64, 512), n), checkpointing=checkpointing) for n in (1, 4))
+    whole, tiled = (work_of(decoder_of(Shape(3, 64, 512), n), checkpointing=checkpointing) for n in (1, 4))
     assert tiled.forward.total_flops == whole.forward.total_flops
 
 

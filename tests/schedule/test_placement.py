@@ -141,8 +141,8 @@ def test_activations_move_where_there_is_somewhere_to_move_them() -> None:
 
 
 def test_a_step_settles_below_stage_3_unless_a_schedule_was_asked_for() -> None:
-    assert [rules(stage).settles for stage in range(4)] == [True, True, True, False]
-    assert not rules(1, update_schedule="deferred").settles
+    assert [rules(stage).waits_for_updates for stage in range(4)] == [True, True, True, False]
+    assert not rules(1, update_schedule="deferred").waits_for_updates
 
 
 # Memory #

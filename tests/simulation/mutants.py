@@ -232,7 +232,7 @@ def _reversed(self: _ByNeed) -> Iterator[_Entry]:
 _add("unit_not_awaited", "a unit is used without waiting for it", _without("_bring", actions.AwaitNewest))
 _add("old_unit_not_awaited", "old parameters are not waited for", _without("_bring_old", actions.AwaitFetch))
 _add("fetch_left_out", "a unit that is needed now is not fetched", _without("_fetch_now", actions.Fetch))
-_add("stale_unit_stays", "what an undone update has left in memory is kept", _without("_drop_stale", actions.Evict))
+_add("stale_unit_stays", "what a rolled-back update has left in memory is kept", _without("_drop_stale", actions.Evict))
 _add("room_without_waiting", "room is refused while updates hold some", _without("_make_room", actions.AwaitAnyUpdate))
 _add("update_left_out", "a unit is used before the update that is due", (Scheduler, "_update_now", _nothing))
 _add("arrival_forgotten", "a unit that was fetched never makes room", (Scheduler, "_arrived", _none))
@@ -391,12 +391,12 @@ def _begun_stays(self: Any, update: Any) -> None:
 
 # Optimizer states #
 
-_add("read_past_write", "states are read while their last update is written", (Ring, "_settle", _none))
+_add("read_past_write", "states are read while their last update is written", (Ring, "_wait_written", _none))
 _add("epoch_goes_on", "states of the committed step are written over", (Slots, "next_epoch", _none))
-_add("states_not_undone", "an undone update leaves its states", (StateStore, "undo", _none))
+_add("states_not_undone", "a rolled-back update leaves its states", (StateStore, "roll_back", _none))
 
 
-@_mutant("a slot of the ring is free before its write has ended", Ring, "let_go")
+@_mutant("a slot of the ring is free before its write has ended", Ring, "release")
 def _ring_slot_freed_early(original: Any, self: Any, tile: Any) -> Any:
     slot, write = tile.lease, original(self, tile)
     if write is not None:
@@ -493,7 +493,7 @@ def _updates_stay_there(original: Any, self: Any, tile: Any) -> Any:
     if tile.own is None:
         return original(self, tile)
     tile.lease = tile.own
-    tile.settle_in(Memory.HOST)
+    tile.set_home(Memory.HOST)
     tile.take_back(Memory.HOST)
     tile.own = None
     return None
@@ -516,7 +516,7 @@ def _reduced_as_left(self: ReductionOrder, unit: int) -> Any:
 def _again_lets_go(original: Any, self: Gathering, row: Any, expected: int | None) -> None:
     if row.shared is not None and row.shared.uses > 1:
         row.shared.uses = 0
-        self.let_go(row)
+        self.reshard(row)
         row.shared.uses = 1
     else:
         original(self, row, expected)
@@ -542,7 +542,7 @@ def _upcoming_by_memory(original: Any, self: Scheduler, event: Any) -> Any:
         self.cycle._last.end()
 
 
-def _gathers_if_ahead(self: Rank, row: Row, due: Due, original: Any = Rank.run_ahead) -> bool:
+def _gathers_if_ahead(self: Rank, row: Row, due: Due, original: Any = Rank.speculate) -> bool:
     runs = original(self, row, due)
     if runs:
         self._gathering.changed(row)
@@ -553,7 +553,7 @@ _add(
     "gathered_where_ahead",
     "a unit is gathered anew only on ranks where its update has run ahead",
     (Rank, "_foresee", _none),
-    (Performer, "run_ahead", _gathers_if_ahead),
+    (Performer, "speculate", _gathers_if_ahead),
 )
 
 
@@ -565,7 +565,7 @@ _add(
     "a slot is given away twice",
     (GradStore, "_free_slot", lambda self: self.slots[0]),
 )
-_add("undone_keeps_gradients", "an undone update keeps its gradients", (Performer, "_recover_grads", _none))
+_add("undone_keeps_gradients", "a rolled-back update keeps its gradients", (Performer, "_recover_grads", _none))
 _add(
     "failed_counts_as_computed",
     "a step is committed although an update of it has failed",

@@ -175,9 +175,9 @@ class Machine:
             transfer = FakeTransfer(self.held, self.values[version], None, target, fails=pick % 3 == 0)
             self.begin_move(None, target, transfer, version)
 
-    def outdate(self, pick: int) -> None:
+    def invalidate(self, pick: int) -> None:
         if self.writer is None and not self.is_lost:
-            self.field.outdate()
+            self.field.invalidate()
             self.values[self.field.version] = Bytes(f"version {self.field.version} of elsewhere")
             self.is_elsewhere = True
 

@@ -101,7 +101,7 @@ def test_the_writes_of_an_epoch_can_be_rolled_back(events) -> None:
         elif isinstance(event, str):
             which = int(event[-1])
             changed = newest(which) != begun[which]
-            assert slots.undo(extents[which]) == changed
+            assert slots.roll_back(extents[which]) == changed
             assert newest(which) == begun[which]
             assert slots.keeps(extents[which])
         else:

@@ -118,7 +118,7 @@ class Row(UnitState):
 
     @property
     def gradients_have_room(self) -> bool:
-        return self._store.can_hand_over(self._grads)
+        return self._store.can_submit(self._grads)
 
 
 def decide(store: GradStore, event: Event) -> bool:
@@ -189,8 +189,8 @@ def test_any_order_of_adding_resting_spilling_and_using_keeps_every_sum(data: st
             rest(store, unit)
         elif action == "room":
             decide(store, GradientsNeedRoom(Row(store, unit)))
-        elif action == "hand over" and unit in sums and store.can_hand_over(store.units[unit]):
-            lent[unit] = store.hand_over(store.units[unit]), sums.pop(unit)
+        elif action == "hand over" and unit in sums and store.can_submit(store.units[unit]):
+            lent[unit] = store.take_for_update(store.units[unit]), sums.pop(unit)
             assert store.open(store.units[unit]) is None
         elif action == "use" and unit in lent:
             (tensor, moves), value = lent.pop(unit)
@@ -259,7 +259,7 @@ def test_an_interrupt_where_a_transfer_begins_is_known(monkeypatch: pytest.Monke
     monkeypatch.setattr(swap, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rest(store, 1)
-    assert store._handing_over.torn
+    assert store._critical.interrupted
 
 
 def test_gradients_that_stream_wait_for_the_update_of_the_last_ones() -> None:
@@ -279,13 +279,13 @@ def test_gradients_that_stream_wait_for_the_update_of_the_last_ones() -> None:
     )
     assert store.receive(store.units[0], 0, torch.ones(UNIT), 0) is not None
     store.rest(store.units[0])
-    store.hand_over(store.units[0])
+    store.take_for_update(store.units[0])
     assert store.can_receive(store.units[0])
     assert store.receive(store.units[0], 0, torch.full((UNIT,), 2.0), 0) is None
     store.used(store.units[0])
     assert store.receive(store.units[0], 0, torch.full((UNIT,), 2.0), 0) is not None
     store.rest(store.units[0])
-    tensor, moves = store.hand_over(store.units[0])
+    tensor, moves = store.take_for_update(store.units[0])
     for move in moves:
         move.transfer.result()
     assert torch.all(tensor == 2)

@@ -83,7 +83,7 @@ class Stage:
         self.ring.hold(tile, fresh=fresh)
         tile.begin_write(Memory.HOST)
         tile.end_write(Memory.HOST)
-        self.ring.let_go(tile)
+        self.ring.release(tile)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_what_is_written_is_read_again_only_then(on) -> None:
     assert on.drive.over == ["r0"], "nothing is read ahead of its write"
     on.ring.hold(on.tiles[0])
     assert on.drive.over == ["r0", "w0", "r0"]
-    assert on.ring.let_go(on.tiles[0]) is None, "nothing was changed"
+    assert on.ring.release(on.tiles[0]) is None, "nothing was changed"
 
 
 def test_a_slot_is_given_to_nobody_before_it_is_written(on) -> None:
@@ -112,7 +112,7 @@ def test_a_slot_is_given_to_nobody_before_it_is_written(on) -> None:
     on.ring.hold(on.tiles[2])
     assert on.drive.over == ["r0", "r1", "w0", "r2"]
     assert on.tiles[2].lease is slot
-    on.ring.let_go(on.tiles[2])
+    on.ring.release(on.tiles[2])
 
 
 def test_a_demand_read_takes_the_memory_of_the_prefetch_needed_last(on) -> None:
@@ -121,7 +121,7 @@ def test_a_demand_read_takes_the_memory_of_the_prefetch_needed_last(on) -> None:
     assert on.drive.over == ["r1", "r3"]
     assert on.ring.has(on.tiles[0])
     assert not on.ring.has(on.tiles[1])
-    on.ring.let_go(on.tiles[3])
+    on.ring.release(on.tiles[3])
 
 
 def test_a_read_that_fails_leaves_the_values_where_they_are(on) -> None:
@@ -138,7 +138,7 @@ def test_values_that_could_not_be_written_are_never_read(on, fresh) -> None:
     on.drive.error = StorageError(errno.EIO, "the drive is gone", "swap", 0)
     on.tiles[0].begin_write(Memory.HOST)
     on.tiles[0].end_write(Memory.HOST)
-    write = on.ring.let_go(on.tiles[0])
+    write = on.ring.release(on.tiles[0])
     on.ring.clear()
     with pytest.raises(StorageError):
         write.result()
@@ -153,7 +153,7 @@ def test_a_change_that_was_left_half_way_is_not_stored(on, index) -> None:
     tile = on.tiles[index]
     on.ring.hold(tile)
     tile.begin_write(Memory.HOST)
-    assert on.ring.let_go(tile) is None
+    assert on.ring.release(tile) is None
     if tile.extent is not None:  # the drive has what was before
         on.change(tile)
         return

@@ -49,7 +49,7 @@ def test_two_equal_units_share_the_room_of_two() -> None:
     for unit in (3, 2):
         assert store.open(store.units[unit]) is not None
     assert store.open(store.units[1]) is None
-    store.hand_over(store.units[3])
+    store.take_for_update(store.units[3])
     store.used(store.units[3])
     assert store.open(store.units[1]) is not None
     store.drop(store.units[2])

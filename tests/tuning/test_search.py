@@ -12,7 +12,7 @@ import pytest
 
 from infinity.config import edited, load_config
 from infinity.errors import ConfigError
-from infinity.planner import Drive, shape_of, stand_in
+from infinity.planner import Drive, decoder_of, shape_of
 from infinity.tuning import (
     Bounds,
     Limits,
@@ -60,7 +60,7 @@ MACHINE = {"profile": profile(), "aio": [[*BAD, 1e8], [*GOOD, 1e9]], "device": N
 
 def outlook_of(tmp_path: Path, changes=None, limits=NO_LIMITS) -> Outlook:
     values = edited(VALUES, {"tiering.nvme": [{"path": str(tmp_path)}], **(changes or {})})
-    return Outlook(stand_in(shape_of(20e6)), values, MACHINE, Bounds(limits, 64 << 30, 300 << 20), 64)
+    return Outlook(decoder_of(shape_of(20e6)), values, MACHINE, Bounds(limits, 64 << 30, 300 << 20), 64)
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +329,7 @@ def test_a_device_of_its_own_has_more_placements(tmp_path) -> None:
     facts["profile"]["link"] = {"device": "cuda", **{f"{name}_bytes_per_s": 1e10 for name in both}}
     facts |= {"device": "cuda", "device_bytes": 2 << 30}
     values = edited(VALUES, {"tiering.nvme": [{"path": str(tmp_path)}]})
-    outlook = Outlook(stand_in(shape_of(20e6)), values, facts, Bounds(NO_LIMITS, 64 << 30, 300 << 20), 64)
+    outlook = Outlook(decoder_of(shape_of(20e6)), values, facts, Bounds(NO_LIMITS, 64 << 30, 300 << 20), 64)
     choices = choices_of(outlook.config, NO_LIMITS, aio=[GOOD], discrete=True)
     assert ("cpu", "nvme") in choices["placement"]
     best = outlook.best(choices)

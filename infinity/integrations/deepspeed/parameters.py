@@ -232,10 +232,10 @@ class Init(InFiles):
         for module in built:
             for name, param in module.named_parameters(recurse=False):
                 if type(param) is nn.Parameter and not hasattr(param, "ds_id"):  # now that it has its shape
-                    self._settle(param, f"{type(module).__name__}.{name}")
+                    self._finish(param, f"{type(module).__name__}.{name}")
         self._built.clear()
 
-    def _settle(self, param: nn.Parameter, name: str) -> None:
+    def _finish(self, param: nn.Parameter, name: str) -> None:
         if self._dtype not in (None, param.dtype) and param.dtype in _CAST and owner_of(param) is None:
             convert(param, self._dtype, self._directory, name)
         _mark(param)

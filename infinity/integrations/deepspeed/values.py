@@ -146,7 +146,7 @@ def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.T
         else:
             for part in runtime.partition.parts(place.unit, of=place.info):
                 flat[part.shard].copy_(values[part.param])
-    runtime.settle()
+    runtime.show_newest()
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

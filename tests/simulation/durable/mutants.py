@@ -177,7 +177,7 @@ MUTANTS = {
     "undone_stays": Mutant(
         "what is taken back stays the newest",
         Slots,
-        "undo",
+        "roll_back",
         lambda slots, extent: True,
         ("open", "step", "undo", "commit"),
     ),
@@ -252,10 +252,10 @@ MUTANTS = {
         _nothing,
         (*_SAVED, "save"),
     ),
-    "not_settled": Mutant(
+    "not_resolved": Mutant(
         "nobody asks which of two machines' checkpoints counts",
         load,
-        "settle_replaced",
+        "resolve_replaced",
         _nothing,
         (*_SAVED, "step", "save"),
         layout=Layout(ranks=2, apart=True),

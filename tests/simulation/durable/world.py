@@ -191,9 +191,9 @@ class Trainer:
             pipeline=self.pipeline,
             states=SimpleNamespace(some_are_there=False),
             counters=SimpleNamespace(aside=lambda what: nullcontext()),
-            arena=SimpleNamespace(handing_over=nullcontext()),
+            arena=SimpleNamespace(critical=nullcontext()),
             parts=SimpleNamespace(ranks=ALONE),
-            settle=lambda: None,
+            show_newest=lambda: None,
         )
         self.step_ = SimpleNamespace(
             counter=StepCounter(1, counts_boundaries=True),
@@ -276,7 +276,7 @@ class Trainer:
                 self._fill(tile, -label)
                 self._write(tile)
             for extent in (self._states, self._params):
-                self.swap.slots.undo(extent)
+                self.swap.slots.roll_back(extent)
             self.flat.copy_(before[0])
             for memory, values in zip(self._memory, before[1], strict=True):
                 memory.copy_(values)

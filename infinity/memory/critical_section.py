@@ -1,8 +1,8 @@
 """Detection of ownership transfers that an interrupt cut short.
 
-[Note: hand-overs]
+[Note: critical sections]
 An exception can come between any two lines (KeyboardInterrupt). While memory, a transfer or an update passes from one
-owner to the next, neither owner has recorded it. Such code runs inside of `with handing_over:`. A hand-over that an
+owner to the next, neither owner has recorded it. Such code runs inside of `with critical:`. A hand-over that an
 exception cuts short stays open; later or enclosing hand-overs do not close it. Then memory or an update is lost, or
 newer values are not known to be newer than the home's, and the engine must not continue.
 """
@@ -10,8 +10,8 @@ newer values are not known to be newer than the home's, and the engine must not 
 from __future__ import annotations
 
 
-class HandingOver:
-    """A context around every hand-over of one engine, see [Note: hand-overs]. One thread at a time is in it."""
+class CriticalSection:
+    """A context around every hand-over of one engine, see [Note: critical sections]. One thread at a time is in it."""
 
     __slots__ = ("_open",)
 
@@ -19,11 +19,11 @@ class HandingOver:
         self._open = 0
 
     @property
-    def torn(self) -> bool:
+    def interrupted(self) -> bool:
         """Whether a hand-over was cut short; only valid between hand-overs."""
         return self._open > 0
 
-    def tear(self) -> None:
+    def mark_interrupted(self) -> None:
         """Record that an operation other than a hand-over was cut short."""
         self._open += 1
 

@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def stand_in(shape: Shape, tiles: int = 1) -> Decoder:
+def decoder_of(shape: Shape, tiles: int = 1) -> Decoder:
     """Return a decoder of this shape on meta. Each of its linear layers is cut into so many tiles."""
     with torch.device("meta"):
         return Decoder(shape, tiles)

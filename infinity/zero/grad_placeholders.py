@@ -1,6 +1,6 @@
 """Placeholders in `param.grad` while the engine has the gradient.
 
-[Note: stand-ins]
+[Note: gradient placeholders]
 Backward's gradients go to the engine. Code that reads `param.grad`, such as `clip_grad_norm_(model.parameters())`,
 would find None, which torch takes for "no gradient", and silently do nothing. So until the end of the step, the `grad`
 of a parameter with a gradient is a tensor that has its shape and dtype, takes no memory, and raises on every use.
@@ -22,12 +22,14 @@ from infinity.zero.model_parts import is_distributed
 from infinity.zero.unit import Unit
 
 
-class StandIn(torch.Tensor):
-    """A tensor with the form of a gradient and no values, see [Note: stand-ins]."""
+class GradPlaceholder(torch.Tensor):
+    """A tensor with the form of a gradient and no values, see [Note: gradient placeholders]."""
 
     @staticmethod
-    def __new__(cls, param: torch.Tensor) -> StandIn:
-        made: StandIn = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+    def __new__(cls, param: torch.Tensor) -> GradPlaceholder:
+        made: GradPlaceholder = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device
+        )
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -43,7 +45,7 @@ class StandIn(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"GradPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class _Trained:
     """A trained parameter.
 
     Attributes:
-        stand_in: kept, because making one is slow.
+        placeholder: kept, because making one is slow.
         has_gradient: the engine has its gradient.
     """
 
@@ -59,12 +61,12 @@ class _Trained:
     index: int
     name: str
     param: nn.Parameter
-    stand_in: StandIn | None = None
+    placeholder: GradPlaceholder | None = None
     has_gradient: bool = False
 
 
-class StandIns:
-    """The stand-ins of a model's trained parameters.
+class GradPlaceholders:
+    """The placeholders of a model's trained parameters.
 
     Args:
         model: parameters that tensor parallelism has divided get none.
@@ -85,25 +87,25 @@ class StandIns:
 
     @torch.inference_mode(False)
     def place(self) -> None:
-        """Place a stand-in for every gradient of this step, at the end of a backward pass."""
+        """Place a placeholder for every gradient of this step, at the end of a backward pass."""
         for each in self._params:
             each.has_gradient |= each.index in self.arrived.get(each.unit, ())
             if each.has_gradient:
-                if each.stand_in is None:
-                    each.stand_in = StandIn(each.param)
-                each.param.grad = each.stand_in
+                if each.placeholder is None:
+                    each.placeholder = GradPlaceholder(each.param)
+                each.param.grad = each.placeholder
         self._placed = True
 
     def lift(self) -> None:
-        """Remove the stand-ins before a backward pass writes to `param.grad`; `place` follows."""
+        """Remove the placeholders before a backward pass writes to `param.grad`; `place` follows."""
         for each in self._params:
-            if each.has_gradient and isinstance(each.param.grad, StandIn):
+            if each.has_gradient and isinstance(each.param.grad, GradPlaceholder):
                 each.param.grad = None
         self._placed = False
         self.arrived.clear()
 
     def clear(self) -> None:
-        """Remove all stand-ins, and forget the gradients."""
+        """Remove all placeholders, and forget the gradients."""
         self.lift()
         for each in self._params:
             each.has_gradient = False
@@ -115,21 +117,21 @@ class StandIns:
             each.param.grad = None
 
     def check(self, arriving: nn.Parameter | None = None) -> None:
-        """Check that every `param.grad`, except the arriving one, is None or a stand-in.
+        """Check that every `param.grad`, except the arriving one, is None or a placeholder.
 
         Raises:
             InfinityError: one was set by hand.
         """
         for each in self._params:
             grad = each.param.grad
-            if grad is not None and not isinstance(grad, StandIn) and each.param is not arriving:
+            if grad is not None and not isinstance(grad, GradPlaceholder) and each.param is not arriving:
                 raise InfinityError(
                     f"the gradient of `{each.name}` was set by hand, which the engine does not see: leave param.grad "
                     "alone, and change the loss instead"
                 )
 
     def dropped(self) -> dict[Unit, set[int]]:
-        """Return the indices of parameters, by unit, whose stand-in was removed by the user."""
+        """Return the indices of parameters, by unit, whose placeholder was removed by the user."""
         gone: dict[Unit, set[int]] = {}
         if self._placed:
             for each in self._params:

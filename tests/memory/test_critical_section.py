@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from infinity.memory import Arena, HandingOver, hand_over
+from infinity.memory import Arena, CriticalSection, critical_section
 
-_TRACED = (__file__, hand_over.__file__)
+_TRACED = (__file__, critical_section.__file__)
 
 
 class Books:
     """Something that passes from one owner to the next in a hand-over within a hand-over."""
 
     def __init__(self) -> None:
-        self.handing_over = HandingOver()
+        self.critical = CriticalSection()
         self.giver, self.taker = ["it"], list[str]()
 
     def pass_on(self) -> None:
-        with self.handing_over:
+        with self.critical:
             item = self.giver.pop()
-            with self.handing_over:
+            with self.critical:
                 self.taker.append(item)
 
 
@@ -55,53 +55,53 @@ def interrupted_at(count: int, books: Books) -> bool:
 def test_an_interrupt_at_any_line_leaves_it_with_one_owner_or_is_known() -> None:
     line = 0
     while interrupted_at(line, books := Books()):
-        known = books.handing_over.torn
+        known = books.critical.interrupted
         assert known or len(books.giver) + len(books.taker) == 1, line
         books.giver, books.taker = ["another"], []
         books.pass_on()
-        assert books.handing_over.torn == known, "what follows must not make it whole"
+        assert books.critical.interrupted == known, "what follows must not make it whole"
         line += 1
     assert line > 6
     assert books.taker == ["it"]
-    assert not books.handing_over.torn
+    assert not books.critical.interrupted
 
 
 def test_catching_an_interrupt_inside_an_ownership_transfer_does_not_complete_it() -> None:
-    handing_over = HandingOver()
-    with handing_over, suppress(ValueError), handing_over:
+    critical = CriticalSection()
+    with critical, suppress(ValueError), critical:
         raise ValueError
-    assert handing_over.torn
+    assert critical.interrupted
 
 
 def test_leaving_early_is_no_interrupt() -> None:
-    def found(handing_over: HandingOver) -> int:
+    def found(critical: CriticalSection) -> int:
         for number in range(3):
-            with handing_over:
+            with critical:
                 if number == 0:
                     continue
                 return number
         return 0
 
-    handing_over = HandingOver()
-    assert found(handing_over) == 1
-    assert not handing_over.torn
+    critical = CriticalSection()
+    assert found(critical) == 1
+    assert not critical.interrupted
 
 
 def test_what_is_half_way_otherwise_can_be_said() -> None:
-    handing_over = HandingOver()
-    handing_over.tear()
-    with handing_over:
+    critical = CriticalSection()
+    critical.mark_interrupted()
+    with critical:
         pass
-    assert handing_over.torn
+    assert critical.interrupted
 
 
 def test_all_parts_of_an_arena_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that is half made in a part of it is known of the whole."""
     arena = Arena(1 << 20)
     part = arena.part(1 << 16)
-    assert part.handing_over is arena.handing_over
+    assert part.critical is arena.critical
     monkeypatch.setattr(part._free, "take", lambda _, at_end: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         part.try_lease(4096)
-    assert arena.handing_over.torn
+    assert arena.critical.interrupted
     arena.close()

@@ -26,7 +26,7 @@ _RECOVERING_SLOTS = 2  # one for the tile after its update, one for the tile bef
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
 
 
-class Undo:
+class Rollback:
     """Keeps the old values of updates, and restores them.
 
     Attributes:
@@ -59,9 +59,9 @@ class Undo:
 
     def keeps_all(self, unit: int) -> bool:
         """Whether an update that is submitted now would keep all old states of the unit in other slots."""
-        return all(map(self._states.can_undo, self._states.tiles(unit)))
+        return all(map(self._states.can_roll_back, self._states.tiles(unit)))
 
-    def can_undo(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
+    def can_roll_back(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
         """Return the indices of the unit's tiles that could be rolled back after an update that is submitted now.
 
         All or none if parameters are kept: a unit is uploaded as a whole, and would be uploaded twice.
@@ -83,7 +83,7 @@ class Undo:
     def _image(self, tile: Tile, *, param: bool) -> Image:
         """Return the part of the undo log for an update of the tile that is submitted now."""
         param_bytes = image_bytes(self._layout, tile.numel) - tile.nbytes
-        return Image(0 if self._states.can_undo(tile) else tile.nbytes, param_bytes if param else 0)
+        return Image(0 if self._states.can_roll_back(tile) else tile.nbytes, param_bytes if param else 0)
 
     def can_recover(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
         """Whether a rollback can reconstruct gradients of this dtype, so that they need not be kept."""
@@ -95,7 +95,7 @@ class Undo:
         return few and can_recover_param(self._layout) and self.can_recover(segments, grad_dtype)
 
     def keep_before(self, unit: int, tiles: Collection[int], *, param: bool) -> dict[int, Image]:
-        """Reserve the undo log for an update of these tiles, which `can_undo` returned. Return images by tile index.
+        """Reserve the undo log for an update of these tiles, which `can_roll_back` returned. Return images by tile.
 
         Tiles that need no image are omitted. Pairs with `forget_before`.
         """
@@ -163,11 +163,11 @@ class Undo:
 
     # Called by the worker, between two tiles #
 
-    def undo(self, ticket: UpdateTicket, tile: Tile) -> None:
+    def roll_back(self, ticket: UpdateTicket, tile: Tile) -> None:
         """Restore the states of a tile, if the update has reached it."""
         image = ticket.job.before.get(tile.index)
         if image is None or not image.fields_bytes:
-            self._ring.undo(tile)
+            self._ring.roll_back(tile)
         elif tile in ticket.kept:
             tile.lease, image.fields = image.fields, tile.lease
             tile.take_back(_HOST)
@@ -204,7 +204,7 @@ class Undo:
                         param=None if param is None else param[start:stop],
                     )
         finally:
-            self._ring.let_go(tile)
+            self._ring.release(tile)
 
     def close(self) -> None:
         self.log.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.planner import Shape, shape_of, stand_in
+from infinity.planner import Shape, decoder_of, shape_of
 
 
 @pytest.mark.parametrize("params", [1e8, 7e9, 70e9, 1e12, 32e12])
@@ -17,7 +17,7 @@ def test_a_shape_is_within_two_hundredths_and_of_usual_proportions(params) -> No
 @pytest.mark.parametrize("tiles", [1, 4])
 def test_the_model_has_as_many_parameters_as_its_shape_says(tiles) -> None:
     shape = Shape(3, 128)
-    assert sum(param.numel() for param in stand_in(shape, tiles).parameters()) == shape.params
+    assert sum(param.numel() for param in decoder_of(shape, tiles).parameters()) == shape.params
 
 
 @pytest.mark.parametrize("params", [1e3, float("nan"), float("inf"), -1.0])
