@@ -1,4 +1,4 @@
-"""A save that training does not wait for: begun at one step, finished two steps later or at the next door.
+"""A save that training does not wait for: begun at one step, finished two steps later or at the next call of all ranks.
 
 [Note: when it is finished]
 All ranks finish it together, so it must be at a moment that is the same for all of them: at the end of the second step

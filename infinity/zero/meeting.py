@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from infinity.errors import RankError
 from infinity.telemetry.tasks import read_task
-from infinity.zero.answered import AnsweredStore
+from infinity.zero.timed_store import TimedStore
 from infinity.zero.watch import Watch
 
 _POLL_S = (0.0002, 0.05)  # between polls: at first, and at most
@@ -87,7 +87,7 @@ class OtherCallError(RankError):
 
 
 class Meeting:
-    """The meeting points of one process group, called doors, in order.
+    """The meetings of one process group, numbered in their order.
 
     Attributes:
         watch: names the missing rank when a wait is long.
@@ -98,11 +98,11 @@ class Meeting:
         name = f"infinity/{group.group_name}"
         c10d: Any = dist.distributed_c10d
         store = c10d.PrefixStore(name, c10d._get_default_store())
-        self._store = AnsweredStore(store)
+        self._store = TimedStore(store)
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
         self.watch = Watch(c10d.PrefixStore("watch", store), self._rank, self._size)
-        self._passed = 0  # doors that all ranks have passed
+        self._passed = 0  # meetings that all ranks have passed
         self._gave_up = False
         self._told_s = -_PROGRESS_S
         self.processes: list[Process] = []
@@ -118,13 +118,13 @@ class Meeting:
             RankError: some rank did not come within the time and reported no progress, or has ended, or came to
                 something else.
         """
-        door = self._passed
+        meeting = self._passed
         others = [rank for rank in range(self._size) if rank != self._rank]
-        self._arrive(str(door), what)
-        absent = self._wait(door, others, timeout_s)
+        self._arrive(str(meeting), what)
+        absent = self._wait(meeting, others, timeout_s)
         if absent:
-            self._leave(str(door))
-            self._arrive("gave up", what)
+            self._arrive("gave up", what)  # before it leaves, so that another rank finds it at one of the two
+            self._store.delete_key(f"{meeting}/{self._rank}")  # its call stays: another rank may be about to read it
             self._gave_up = True
             ranks = ", ".join(map(str, absent))
             raise RankError(
@@ -132,9 +132,9 @@ class Meeting:
                 "ranks together (or raise communication.timeout, if they come later)"
             )
         self._passed += 1
-        calls = {rank: self._call(str(door), rank) for rank in others}
-        if door:  # all ranks are here, so all have read the entries of the door before
-            self._leave(str(door - 1))
+        calls = {rank: self._call(str(meeting), rank) for rank in others}
+        if meeting:  # all ranks are here, so all have read the entries of the meeting before
+            self._leave(str(meeting - 1))
         if self._gave_up:
             self._leave("gave up")
             self._gave_up = False
@@ -168,12 +168,14 @@ class Meeting:
         return ranks
 
     def waiting(self) -> list[str]:
-        """Return the calls of other ranks that wait for this one at a door."""
-        door = str(self._passed)
-        return [self._call(door, rank) for rank in range(self._size) if rank != self._rank and self._is_at(door, rank)]
+        """Return the calls of other ranks that wait for this one at a meeting."""
+        meeting = str(self._passed)
+        return [
+            self._call(meeting, rank) for rank in range(self._size) if rank != self._rank and self._is_at(meeting, rank)
+        ]
 
     def lonely(self) -> str | None:
-        """Name a rank that waits for this one at a door, or has given up at it; None if there is none."""
+        """Name a rank that waits for this one at a meeting, or has given up; None if there is none."""
         with suppress(RuntimeError):  # the store may be gone with its rank
             for rank in range(self._size):
                 for place in (str(self._passed), "gave up"):
@@ -181,18 +183,18 @@ class Meeting:
                         return f"rank {rank} called {self._call(place, rank)}, which all ranks must call together"
         return None
 
-    def _wait(self, door: int, ranks: list[int], timeout_s: float) -> list[int]:
-        """Wait for the ranks to come to the door. Return the ranks that did not come in time."""
+    def _wait(self, meeting: int, ranks: list[int], timeout_s: float) -> list[int]:
+        """Wait for the ranks to come to the meeting. Return the ranks that did not come in time."""
         now_s = time.monotonic()
         heard = {rank: (self._progress(rank), now_s) for rank in ranks}  # latest report, and when it was seen
         looked_s = now_s
         pause_s, longest_s = _POLL_S
         while True:
-            ranks = [rank for rank in ranks if not self._is_at(str(door), rank)]
+            ranks = [rank for rank in ranks if not self._is_at(str(meeting), rank)]
             now_s = time.monotonic()
             if now_s - looked_s >= min(_PROGRESS_S, timeout_s / 2):
                 looked_s = now_s
-                self._check_alive(ranks, but_at=str(door))
+                self._check_alive(ranks, but_at=str(meeting))
                 for rank in ranks:
                     if (said := self._progress(rank)) != heard[rank][0]:
                         heard[rank] = said, now_s
@@ -206,7 +208,7 @@ class Meeting:
         """Check that the ranks are alive, as far as this machine shows it.
 
         Args:
-            but_at: ranks that have come to this door may have ended.
+            but_at: ranks that have come to this meeting may have ended.
 
         Raises:
             RankError: one of them has ended.
@@ -236,7 +238,7 @@ class Meeting:
         return str(self._store.get(f"{place}/{rank}/call").decode())
 
 
-# One for all engines of a group, so that they count the same doors.
+# One for all engines of a group, so that they count the same meetings.
 _meetings: weakref.WeakKeyDictionary[Any, Meeting] = weakref.WeakKeyDictionary()
 
 

@@ -201,7 +201,7 @@ def test_a_full_disk_is_refused_with_what_is_needed_and_what_is_free(tmp_path) -
         pytest.skip("mounting a tmpfs needs root")
     try:
         with pytest.raises(
-            infinity.StorageError, match=rf"cannot reserve {needed} bytes .*\({needed - 4096} bytes are"
+            infinity.StorageError, match=rf"cannot reserve {needed} bytes .*; {needed - 4096} bytes are free"
         ):
             infinity.initialize(model=tiny_llama(), config=config)
         assert not list(mount.iterdir())

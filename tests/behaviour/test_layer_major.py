@@ -215,7 +215,7 @@ def test_misuse_is_told() -> None:
             engine.train_batch(inputs(1))
         with pytest.raises(infinity.InfinityError, match=r"engine.train_batch\(micro_batches\)"):
             engine.backward(engine(input_ids=ids, labels=ids).loss)
-        with pytest.raises(infinity.InfinityError, match="the model's output is none: give loss_fn"):
+        with pytest.raises(infinity.InfinityError, match="the model's output is not one: give loss_fn"):
             engine.train_batch([ids, ids])
         engine.train_batch(inputs(2))
 

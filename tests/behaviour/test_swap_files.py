@@ -85,7 +85,7 @@ def test_a_process_may_end_while_units_are_updated(ending, code, tmp_path) -> No
     done = run(["-c", _AMID_UPDATES, config, ending], timeout=60, clears=True)
     assert done.returncode == code, done.stderr
     assert ("on purpose" in done.stderr) == (ending == "raise")
-    assert ("close the engine first" in done.stderr) == (ending == "synchronize"), done.stderr
+    assert ("call engine.close() before it ends" in done.stderr) == (ending == "synchronize"), done.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -102,6 +103,27 @@ def test_a_rank_that_gets_on_is_waited_for_and_one_that_is_silent_is_not(quick) 
     thread.join()
     with pytest.raises(RankError, match=r"rank\(s\) 1 did not within 0\.3 s"):
         waiting.together("another", 0.3)
+
+
+def test_a_rank_that_gives_up_is_found_at_every_moment(quick) -> None:
+    store = dist.HashStore()
+    waiting, training = meeting_of_two(store, 0), meeting_of_two(store, 1)
+    found: list[str | None] = []
+
+    class Looked:
+        """The store; before each change that rank 0 makes, rank 1 looks for it."""
+
+        def __getattr__(self, name: str) -> Any:
+            if waiting._is_at("0", 0) or found:
+                found.append(training.lonely())
+            return getattr(store, name)
+
+    one, waiting = waiting, meeting_of_two(store, 0)
+    one._store = Looked()
+    with pytest.raises(RankError, match="did not within"):
+        one.together("a save", 0.1)
+    assert len(found) > 3
+    assert set(found) == {"rank 0 called a save, which all ranks must call together"}
 
 
 def test_a_rank_of_this_machine_that_has_ended_is_not_waited_for(quick) -> None:

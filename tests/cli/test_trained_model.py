@@ -109,7 +109,7 @@ def test_a_pretrained_model_keeps_how_it_generates_and_is_not_overwritten(worksp
     assert (written["temperature"], written["max_new_tokens"]) == (0.5, 7)
     assert main([*command, "--output", str(model)]) == 2
     assert "is the directory of --model" in capsys.readouterr().err
-    assert main([*command, "--data", str(tmp_path), "--output", f"{tmp_path}/."]) == 2
+    assert main([*command[:2], str(tmp_path), *command[3:], "--output", f"{tmp_path}/."]) == 2
     assert "is also given as data" in capsys.readouterr().err
 
 

@@ -10,8 +10,8 @@ from infinity.io.threads import start_thread
 from infinity.zero.ending import abandon
 
 
-class AnsweredStore:
-    """A store whose calls fail if nobody answers them in time.
+class TimedStore:
+    """A store whose calls fail if there is no answer in time.
 
     torch's client waits for an answer without a limit. The process that has the store may be stopped, or its machine
     gone without a word: neither closes the connection.
