@@ -42,6 +42,11 @@ autograd function, which backward repeats. (Torch disables forward-mode gradient
 forward pass does not show passes that a hook or a function of the user runs within backward. So if a gradient comes in
 an inner pass, more may come, unless the unit is called once: by a module that checkpoints within its forward, or whose
 call a checkpoint repeats.
+
+[Note: values without a gradient]
+A parameter has its last gradient when backward has run all functions that pass one to it. A function that was given
+`weight.detach()` or `weight.data` passes none, and its backward may read the values later. So the unit is updated at
+the end of backward.
 """
 
 from __future__ import annotations
@@ -114,6 +119,7 @@ class _UnitUses:
         arrived: number of gradients that have come in the running backward pass.
         calls: number of calls in training forward passes whose backward is to come.
         repeats: one of them ran in an autograd function, and backward repeats it.
+        constant: a forward pass computed with values of it that pass no gradient on.
         calls_within: number of calls that the running backward pass has made: repeated ones, and those of hooks.
         had: the parameters that have had a gradient in the running backward pass.
     """
@@ -124,6 +130,7 @@ class _UnitUses:
     arrived: int = 0
     calls: int = 0
     repeats: bool = False
+    constant: bool = False
     calls_within: int = 0
     had: set[int] = field(default_factory=set)
 
@@ -175,6 +182,7 @@ class Hooks:
         self._begun = _Begun(listener)
         self._alone = alone
         self._trained: list[tuple[nn.Parameter, int]] = []  # and the key of its hook
+        self._trained_ids: set[int] = set()
         self._counting = False
         self._outermost: int | None = None  # autograd's number of the running backward pass
         uses_of: dict[int, _UnitUses] = {}
@@ -212,8 +220,11 @@ class Hooks:
             self._counting = False
 
     def in_parts(self) -> frozenset[Unit]:
-        """Return units whose gradients may come in several parts in the coming backward pass."""
-        return frozenset(each.unit for each in self._units if each.repeats and each.calls > 1)
+        """Return units that must not be updated before the end of the coming backward pass.
+
+        Their gradients may come in several parts, or backward may read their values after the last of them.
+        """
+        return frozenset(each.unit for each in self._units if each.constant or (each.repeats and each.calls > 1))
 
     @property
     def in_forward(self) -> bool:
@@ -229,7 +240,7 @@ class Hooks:
         """End all calls of this backward pass, and of failed autograd passes."""
         for each in self._units:
             each.arrived = each.calls = each.calls_within = 0
-            each.repeats = False
+            each.repeats = each.constant = False
             each.had.clear()
         self._outermost = None
         self._begun.end(lambda call: True)
@@ -315,12 +326,16 @@ class Hooks:
         if running >= 0 and (self._outermost is None or running < self._outermost):
             self._outermost = running
 
-    def use(self, units: Sequence[_UnitUses]) -> Used | None:
+    def use(self, units: Sequence[_UnitUses], constant: Mapping[int, _UnitUses]) -> Used | None:
         """Enter units whose parameters a torch function is about to read; see [Note: uses that no output shows]."""
         running = self._running
         if not running:
             return None  # an interrupt came before the call was noted, see `abandon`
         call = running[-1]
+        if self._counting and not torch.is_inference_mode_enabled():
+            for param, each in constant.items():
+                if param in self._trained_ids:
+                    each.constant |= torch.is_grad_enabled() or not torch._C._is_fwd_grad_enabled()
         for each in units:
             if each not in call.units:
                 self._listener.enter((each.unit,))
@@ -368,6 +383,7 @@ class Hooks:
         handle = param.register_post_accumulate_grad_hook(ready)
         self._handles.append(handle)
         self._trained.append((param, handle.id))
+        self._trained_ids.add(id(param))
 
     def _look_for_parts(self, each: _UnitUses, index: int) -> None:
         """Report a gradient that may not be the last one of its unit, see [Note: gradients in parts]."""

@@ -34,8 +34,12 @@ UnitT = TypeVar("UnitT", contravariant=True)  # what the reader has of a unit
 class Reader(Protocol[UnitT]):
     """The receiver of `ParameterReads`."""
 
-    def use(self, units: Sequence[UnitT]) -> Used | None:
-        """Called before a torch function gets parameters of these units, or views of them.
+    def use(self, units: Sequence[UnitT], constant: Mapping[int, UnitT]) -> Used | None:
+        """Called before a torch function gets parameters of these units, or tensors that share their memory.
+
+        Args:
+            constant: by identity, the parameters of which it gets a tensor that passes no gradient on, such as
+                `weight.detach()`, and their units.
 
         Returns:
             A function to call with the result and the arguments; None for none.
@@ -98,14 +102,15 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
             for value in _changed_by(name, args, kwargs):
                 self._check_change(value)
         units: dict[UnitT, None] = {}
-        self._collect(args, units)
+        constant: dict[int, UnitT] = {}
+        self._collect(args, units, constant)
         if kwargs:
-            self._collect(kwargs.values(), units)
+            self._collect(kwargs.values(), units, constant)
         if not units or _asks_for_form(func):
             return func(*args, **kwargs)
         reader = self._reader()
         assert reader is not None, "the watch goes on after its reader is gone"
-        used = reader.use(tuple(units))
+        used = reader.use(tuple(units), constant)
         result = func(*args, **kwargs)
         if used is not None:
             used(result, (args, kwargs))
@@ -127,20 +132,25 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
 
     def _parameter_of(self, tensor: torch.Tensor) -> int | None:
         """Return the identity of the parameter in whose memory the tensor lies."""
+        if id(tensor) in self._unit_of:
+            return id(tensor)
         own = tensor if tensor._base is None else tensor._base
-        return id(own) if id(own) in self._unit_of else self._shares.get(own)
+        if id(own) in self._unit_of:
+            return id(own)
+        return self._shares.get(own) if self._shares else None
 
-    def _collect(self, values: Iterable[Any], units: dict[UnitT, None]) -> None:
+    def _collect(self, values: Iterable[Any], units: dict[UnitT, None], constant: dict[int, UnitT]) -> None:
         """Collect the units of the parameters among the values; layers with many weights pass lists."""
         for value in values:
             if isinstance(value, torch.Tensor):
-                param = id(value)
-                if param not in self._unit_of and value._base is not None:
-                    param = id(value._base)
-                if param in self._unit_of and param not in self._lent:
-                    units[self._unit_of[param]] = None
+                param = self._parameter_of(value)
+                if param is not None and param not in self._lent:
+                    unit = self._unit_of[param]
+                    units[unit] = None
+                    if param != id(value) and not value.requires_grad:
+                        constant[param] = unit
             elif isinstance(value, (tuple, list)):
-                self._collect(value, units)
+                self._collect(value, units, constant)
 
 
 def _asks_for_form(func: Any) -> bool:

@@ -95,6 +95,7 @@ class Updates:
         self._in_parts: frozenset[Unit] = frozenset()
         self._updated: set[Unit] = set()  # units updated in the running backward pass, also speculatively
         self._early = True
+        self._has_come = False  # a gradient, in the running backward pass
         self._foresight = Foresight()
         self.under_way = False  # the step's updates have begun and have not ended
         self.steps: dict[str, int] = {}  # number of updates of each parameter, by name
@@ -111,6 +112,7 @@ class Updates:
         self._last_pass = last
         self._early = early
         self._in_parts = in_parts
+        self._has_come = False
         self._updated.clear()
         self._due.clear()
         self._votes.clear()
@@ -127,7 +129,9 @@ class Updates:
         self._in_parts = frozenset()
         if self._last_pass and self._schedule is UpdateSchedule.BACKWARD:
             self._losses.check_late()
-            self._all_final()
+            # `torch.autograd.grad` with respect to inputs is such a pass too, and the step's last one may follow
+            if self._has_come or not self._gradients.alone:
+                self._all_final()
 
     def in_parts(self, unit: Unit) -> None:
         """Note that the unit's gradients are complete only at the end of the running backward pass."""
@@ -146,8 +150,9 @@ class Updates:
         raise InfinityError(
             f"parameter `{unit.layout.params[index].name}` has got a second gradient in one backward "
             "pass, and the first has updated it already: a hook or an autograd function runs a backward pass of its "
-            "own within this one. Set tiering.update_schedule to deferred, which updates after all of them, and resume "
-            "from the last checkpoint"
+            "own within this one, as reentrant checkpoints do (use_reentrant=True; of a layer that its block calls "
+            "twice). Set tiering.update_schedule to deferred, which updates after all of them, or use_reentrant to "
+            "False, and resume from the last checkpoint"
         )
 
     def final(self, unit: Unit) -> None:
@@ -251,6 +256,7 @@ class Updates:
         Raises:
             CapacityError: the budget cannot give the room.
         """
+        self._has_come = True
         self._executor.gradient_comes(addend.unit)
         due = self._gradients.sum_there(addend)
         if due is None:

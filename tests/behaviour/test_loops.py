@@ -304,6 +304,27 @@ def test_generate_between_steps_changes_nothing(tight) -> None:
     assert texts == run(Placement(), generate=True)[1]
 
 
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["backward", "deferred"])
+def test_gradients_of_inputs_within_the_last_micro_batch_change_nothing(clipping, tight) -> None:
+    """`torch.autograd.grad` goes backward through the units, and the step's last backward pass is still to come."""
+    recipe = Recipe("bf16", accumulation=2, clipping=clipping, steps=3)
+    model = tiny_gpt2()
+    with infinity.initialize(model=model, config=recipe.config(nvme(tight.path)))[0] as engine:
+        losses = []
+        for ids in batches(recipe.steps * recipe.accumulation):
+            hidden: list[torch.Tensor] = []
+            handle = model.transformer.h[0].register_forward_pre_hook(lambda _, args, to=hidden: to.append(args[0]))
+            loss = loss_of(engine, ids)
+            handle.remove()
+            (grad,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+            assert grad.isfinite().all()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        ours = Result(losses, dict(engine.named_parameters()))
+    assert_same_bits(ours, train(tiny_gpt2(), recipe, Placement()))
+
+
 def _raise(*args: object) -> None:
     raise RuntimeError("on purpose")
 

@@ -160,6 +160,40 @@ class BlocksReadEachOther(Chain):
         return copied
 
 
+class ReadsDetached(Chain):
+    """Early blocks read values of a later block that pass no gradient on; backward needs them after its gradient."""
+
+    more_memory = 100_000  # for its gradients, which wait for the end of backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.blocks[3].up.weight
+        alias = weight.detach()
+        for block in self.blocks:
+            x = block(x)
+            x = x + F.linear(torch.tanh(F.linear(x, alias)), weight.data.t())
+        return x
+
+
+class ReturnsDetached(Chain):
+    """A module returns its parameter's values without a gradient, and is not in use when they are read."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight.detach()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = self.Positions()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = self.positions()
+        return super().forward(x) * positions
+
+
 # Uses that no output shows #
 
 
@@ -397,6 +431,8 @@ class Autocast(Chain):
 MODELS = [
     TiedByHand,
     BlocksReadEachOther,
+    ReadsDetached,
+    ReturnsDetached,
     AttentionOfTorch,
     HiddenOutputs,
     InPlace,
@@ -539,6 +575,14 @@ def test_backward_passes_within_a_hook_count_or_are_refused(schedule, outer, tmp
             engine.backward(loss_of(engine, batches()[0].requires_grad_()))
         with pytest.raises(infinity.InfinityError, match=r"stopped after an error|backward pass that failed"):
             engine.step()
+
+
+@pytest.mark.parametrize("schedule", ["backward", "speculative"])
+def test_values_without_a_gradient_stay_until_backward_has_read_them(schedule, tmp_path: Path, monkeypatch) -> None:
+    """In memory, too, where an update under backward would change them."""
+    monkeypatch.setattr(Foresight, "speculates", schedule == "speculative")
+    settings = config(tmp_path) | {"zero_optimization": {"stage": 0}, "tiering": {"update_schedule": schedule}}
+    assert_trains_as_plainly(ReadsDetached, tmp_path, settings=settings, stays=True)
 
 
 # Other loops #
