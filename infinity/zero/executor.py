@@ -351,6 +351,8 @@ class Executor:
                 self.gathering.changed(row)
                 if row in stale:
                     self._do(ParametersStale(row))
+                else:
+                    self._show_at_rest(row)  # a backward pass through an earlier graph enters no such unit
 
     def roll_back_all(self, *, grads: bool = True) -> bool:
         """Roll back all speculative updates. Return whether there were any."""
@@ -425,10 +427,15 @@ class Executor:
             row = self._in_flight.finished.pop()
             # The finished update may be the last step's: if this step's is submitted already, the values are stale.
             is_stale = row.params.coming is not None or row.is_updating
-            if is_stale or self._is_evictable(row):
-                continue  # its next use shows it
-            if row.params.residency is Residency.RESIDENT and self.gathering.is_whole(row):
-                row.views.show()
+            if not is_stale:
+                self._show_at_rest(row)
+
+    def _show_at_rest(self, row: Unit) -> None:
+        """Show the unit's values, unless its next use does."""
+        if self._is_evictable(row):
+            return
+        if row.params.residency is Residency.RESIDENT and self.gathering.is_whole(row):
+            row.views.show()
 
     @property
     def all_computed(self) -> bool:

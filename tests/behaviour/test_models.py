@@ -585,6 +585,34 @@ def test_values_without_a_gradient_stay_until_backward_has_read_them(schedule, t
     assert_trains_as_plainly(ReadsDetached, tmp_path, settings=settings, stays=True)
 
 
+class Factors(Chain):
+    """Autograd saves the parameters themselves, and no views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.rand(WIDTH))
+        self.second = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (self.first * self.second)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_second_backward_pass_finds_the_values_of_rolled_back_updates(stage, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Foresight, "speculates", True)
+    settings = config(tmp_path) | {
+        "zero_optimization": {"stage": stage},
+        "tiering": {"update_schedule": "speculative"},
+    }
+
+    def two_passes(model: Any, x: torch.Tensor) -> torch.Tensor:
+        first, second = loss_of(model, x), loss_of(model, x * 2)
+        (model.backward if isinstance(model, infinity.Engine) else torch.Tensor.backward)(first)
+        return second
+
+    assert_trains_as_plainly(Factors, tmp_path, two_passes, settings=settings, stays=True)
+
+
 # Other loops #
 
 
