@@ -45,8 +45,9 @@ call a checkpoint repeats.
 
 [Note: values without a gradient]
 A parameter has its last gradient when backward has run all functions that pass one to it. A function that was given
-`weight.detach()` or `weight.data` passes none, and its backward may read the values later. So the unit is updated at
-the end of backward.
+`weight.detach()` or `weight.data` passes none, and its backward may read the values later. A checkpoint may read
+values under `no_grad`, and reads them again when backward repeats it. So these units are updated at the end of
+backward.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class _UnitUses:
         arrived: number of gradients that have come in the running backward pass.
         calls: number of calls in training forward passes whose backward is to come.
         repeats: one of them ran in an autograd function, and backward repeats it.
-        constant: a forward pass computed with values of it that pass no gradient on.
+        constant: backward may read values of it that pass no gradient on, see [Note: values without a gradient].
         calls_within: number of calls that the running backward pass has made: repeated ones, and those of hooks.
         had: the parameters that have had a gradient in the running backward pass.
     """
@@ -359,7 +360,10 @@ class Hooks:
         records = torch.is_grad_enabled()
         if self._counting:
             if not records and (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
-                return  # no backward follows
+                if _may_be_repeated():
+                    for each in units:
+                        each.constant = True
+                return  # backward passes no gradient to them here
             for each in units:
                 each.calls += 1
                 each.repeats |= not records
@@ -409,6 +413,15 @@ class Hooks:
 
 def _has_elements(unit: UnitLayout) -> bool:
     return any(info.numel for info in unit.params)
+
+
+def _may_be_repeated() -> bool:
+    """Whether backward may run the present code again: a checkpoint that is not reentrant hooks what autograd saves."""
+    hooks_on_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if hooks_on_top is None:
+        return True  # torch before 2.8 does not tell
+    hooks = hooks_on_top(True)
+    return hooks is not None and not hooks[0].__module__.startswith("infinity.")
 
 
 class _Nobody:

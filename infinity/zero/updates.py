@@ -269,9 +269,10 @@ class Updates:
         while (complete := self._gradients.try_add(addend)) is None:
             if not self._make_room(addend.unit):
                 raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{addend.unit.name}`, as "
-                    "several modules that are used more than once wait for gradients: set tiering.update_schedule to "
-                    "deferred, which has room for the gradients of all units, or checkpoint with use_reentrant=False"
+                    f"no host memory is left for the gradients of unit `{addend.unit.name}`, because those of other "
+                    "units wait for the end of backward: they come in parts (from reentrant checkpoints), or backward "
+                    "may read these parameters again. Set tiering.update_schedule to deferred, which has room for all "
+                    "gradients, or checkpoint with use_reentrant=False"
                 )
         return complete
 

@@ -174,6 +174,22 @@ class ReadsDetached(Chain):
         return x
 
 
+class RepeatsReads(Chain):
+    """Checkpoints read values of a later block under `no_grad`, and again when backward repeats them."""
+
+    more_memory = 100_000  # for the gradients of that block, which wait for the end of backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def body(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                scale = self.blocks[3].up.weight.mean() + torch.tanh(self.blocks[3](x)).std()
+            return torch.as_tensor(torch.tanh(block(x)) * (1 + scale))
+
+        for block in self.blocks:
+            x = checkpoint(body, block, x, use_reentrant=False)
+        return x
+
+
 class ReturnsDetached(Chain):
     """A module returns its parameter's values without a gradient, and is not in use when they are read."""
 
@@ -432,6 +448,7 @@ MODELS = [
     TiedByHand,
     BlocksReadEachOther,
     ReadsDetached,
+    RepeatsReads,
     ReturnsDetached,
     AttentionOfTorch,
     HiddenOutputs,
@@ -577,12 +594,13 @@ def test_backward_passes_within_a_hook_count_or_are_refused(schedule, outer, tmp
             engine.step()
 
 
+@pytest.mark.parametrize("model", [ReadsDetached, RepeatsReads])
 @pytest.mark.parametrize("schedule", ["backward", "speculative"])
-def test_values_without_a_gradient_stay_until_backward_has_read_them(schedule, tmp_path: Path, monkeypatch) -> None:
+def test_values_without_a_gradient_stay_until_backward_has_read_them(model, schedule, tmp_path, monkeypatch) -> None:
     """In memory, too, where an update under backward would change them."""
     monkeypatch.setattr(Foresight, "speculates", schedule == "speculative")
     settings = config(tmp_path) | {"zero_optimization": {"stage": 0}, "tiering": {"update_schedule": schedule}}
-    assert_trains_as_plainly(ReadsDetached, tmp_path, settings=settings, stays=True)
+    assert_trains_as_plainly(model, tmp_path, settings=settings, stays=True)
 
 
 class Factors(Chain):
