@@ -143,7 +143,10 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
         """Collect the units of the parameters among the values; layers with many weights pass lists."""
         for value in values:
             if isinstance(value, torch.Tensor):
-                param = self._parameter_of(value)
+                if id(value) in self._unit_of:
+                    param: int | None = id(value)
+                else:
+                    param = self._parameter_of(value) if value._base is not None or self._shares else None
                 if param is not None and param not in self._lent:
                     unit = self._unit_of[param]
                     units[unit] = None
