@@ -241,17 +241,18 @@ def probe(regime: Regime, path: str) -> tuple[float, float]:
 
 
 def compute_nothing() -> None:
-    """Make the device's kernels hollow, once the library has verified that its update is right there."""
+    """Make the device's kernels hollow, once the library has verified that its updates are right there."""
     simdev.configure(hollow=0)
     param, beside, first, second = (torch.zeros(8).to("simdev") for _ in range(4))
-    update_on_device(
-        Hyper(1e-4, 0.9, 0.999, 1e-8, 0.0, 1, decoupled=True),
-        param.bfloat16(),
-        param.bfloat16(),
-        master=beside.to(torch.int16),
-        first=first,
-        second=second,
-    )
+    for grad in (param.bfloat16(), param):  # of one micro-batch, and the sum of several
+        update_on_device(
+            Hyper(1e-4, 0.9, 0.999, 1e-8, 0.0, 1, decoupled=True),
+            param.bfloat16(),
+            grad,
+            master=beside.to(torch.int16),
+            first=first,
+            second=second,
+        )
     simdev.configure(hollow=1, copy=0, poison=0, flops=PROBE_FLOPS)
 
 
@@ -412,10 +413,11 @@ def predicted(regime: Regime, path: str, slower: float, compute_s: float, drive_
     with construct_on_meta():
         model, params = made()
     device_bytes = device_level(torch.device("simdev")).total_bytes
-    told = config_of(regime, path, params)
-    told["tiering"]["host_memory"] = host_bytes
+    told, machine = config_of(regime, path, params), Machine(device_bytes=device_bytes)
+    least_bytes = plan_training(model, load_config(told), machine).needs.least_bytes  # values pass through at first
+    told["tiering"]["host_memory"] = max(host_bytes, least_bytes)
     config = load_config(told)
-    plan = plan_training(model, config, Machine(device_bytes=device_bytes))
+    plan = plan_training(model, config, machine)
     forward, backward = (Pass({Product("nt", 1): compute_s * share}) for share in (FORWARD_SHARE, 1 - FORWARD_SHARE))
     link = regime.link / slower
     rates = Rates(
