@@ -352,11 +352,8 @@ class GatheredParameters:
         for owner, places in by_owner.values():
             looks = self._modifier_rank is None
             runtime = owner.begin_gathering(what[0], stores=not looks)
-            if self._modifier_rank is not None and not 0 <= self._modifier_rank < runtime.ranks.size:
-                raise ConfigError(
-                    f"GatheredParameters: modifier_rank is {self._modifier_rank}, and there are {runtime.ranks.size} "
-                    f"ranks: give one from 0 to {runtime.ranks.size - 1}"
-                )
+            if self._modifier_rank is not None:
+                runtime.ranks.check_rank(self._modifier_rank, "GatheredParameters: modifier_rank")
             if looks and runtime.executor.views.writable:
                 places = _show(runtime, places)
             self._models.append(owner.module)
