@@ -546,7 +546,7 @@ def test_gradients_that_wait_for_one_another_get_room_as_the_refusal_says(tmp_pa
     """More memory would not help: the schedule has room for a few units."""
     settings = config(tmp_path, "1GiB")
     engine, *_ = infinity.initialize(model=SiameseReentrant(), config=settings)
-    with engine, pytest.raises(infinity.CapacityError, match=r"set tiering.update_schedule to deferred") as refused:
+    with engine, pytest.raises(infinity.CapacityError, match=r"Set tiering.update_schedule to deferred") as refused:
         engine.backward(loss_of(engine, batches()[0].requires_grad_()))
     assert "host_memory" not in str(refused.value)
     settings["tiering"]["update_schedule"] = "deferred"
