@@ -6,11 +6,10 @@ All ranks call these functions in the same order. With one rank nothing is sent.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from infinity.zero.ending import abandon, leave_at_exit
 from infinity.zero.launch import launch_of, local_size
 from infinity.zero.meeting import Meeting, Process, meeting_of, this_process
 from infinity.zero.path import Path
+from infinity.zero.timed_store import call_within
 
 Result = TypeVar("Result")
 
@@ -406,11 +406,9 @@ def _group_of(members: list[int], backend: str, timeout_s: float) -> Any:
 
 def _soon(ask: Callable[[], str | None]) -> str | None:
     """Return the answer, or None if it takes long: it comes from a store that may be unreachable."""
-    answer: list[str | None] = []
-    thread = threading.Thread(target=lambda: answer.append(ask()), name="infinity-ask", daemon=True)
-    thread.start()
-    thread.join(_ANSWER_S)
-    return answer[0] if answer else None
+    with suppress(Exception):  # the caller has an error of its own to raise
+        return call_within(_ANSWER_S, ask)
+    return None
 
 
 ALONE = Ranks()

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from typing import Any
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar
 
 from infinity.io.threads import start_thread
 from infinity.zero.ending import abandon
+
+Result = TypeVar("Result")
+
+
+def call_within(timeout_s: float, call: Callable[[], Result]) -> Result:
+    """Return the result of `call`, or raise its error. It runs in a thread of its own.
+
+    Raises:
+        TimeoutError: it has not ended in time; the thread is left behind.
+    """
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:  # raised where the result is waited for
+            result.set_exception(error)
+
+    start_thread(run, "infinity-store")
+    try:
+        return result.result(timeout_s)
+    except FutureTimeoutError as error:  # before Python 3.11 it is no `TimeoutError`
+        raise TimeoutError from error
 
 
 class TimedStore:
@@ -38,30 +62,17 @@ class TimedStore:
         self._ask(lambda: self._store.delete_key(key))
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        """Call in a thread of its own, which is left behind if there is no answer.
+        """Return the store's answer.
 
         Raises:
             RuntimeError: there is none, now or at an earlier call; or it is the store's own error.
         """
-        answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
-
-        def ask() -> None:
-            try:
-                answers.put((call(), None))
-            except Exception as error:  # raised where the answer is waited for
-                answers.put((None, error))
-
         if not self._silent:
-            start_thread(ask, "infinity-store")
             try:
-                answer, error = answers.get(timeout=self.timeout_s)
-            except Empty:
+                return call_within(self.timeout_s, call)
+            except TimeoutError:
                 self._silent = True
                 abandon()  # the thread may come back while the interpreter ends
-            else:
-                if error is not None:
-                    raise error
-                return answer
         raise RuntimeError(
             f"the store where ranks meet has not answered for {self.timeout_s:g} s: its process (rank 0's, or its "
             "launcher's) is stopped, or the link to its machine is down"
