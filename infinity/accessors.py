@@ -157,7 +157,7 @@ class Accessors:
         gradients = self._step.gradients
         self._runtime.together(what)
         gradients.check_reduced()  # else a gradient that waits for that would pass for none
-        self._step.updates.undo_ahead()
+        self._step.updates.roll_back()
         row = self._runtime.row(place.unit)
         return self._step.updates.held_values(row) if place.index in gradients.with_gradients(row) else None
 

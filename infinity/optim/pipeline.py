@@ -469,8 +469,6 @@ class UpdatePipeline:
     def _read_ahead(self) -> None:
         try:
             self._reading.read_ahead()
-        except (
-            BaseException
-        ):  # the update that needs this tile will meet the error again, and raise it where it is awaited
+        except BaseException:  # the update that needs this tile meets it again, and raises it where it is awaited
             with self._wake:
                 self._queue.expect(())

@@ -73,10 +73,10 @@ class Rollback:
         tiles = self._states.tiles(unit)
         with self._lock:
             room = self.log.room(image for ticket in without for image in ticket.job.before.values())
-            undoable = frozenset(tile.index for tile in tiles if self._can_undo(tile, room, param=param))
-        return undoable if not param or len(undoable) == len(tiles) else frozenset()
+            reversible = frozenset(tile.index for tile in tiles if self._is_reversible(tile, room, param=param))
+        return reversible if not param or len(reversible) == len(tiles) else frozenset()
 
-    def _can_undo(self, tile: Tile, room: Room, *, param: bool) -> bool:
+    def _is_reversible(self, tile: Tile, room: Room, *, param: bool) -> bool:
         image = self._image(tile, param=param)
         return (tile.is_in_memory_alone or not image.fields_bytes) and room.draw(image.sizes)
 

@@ -206,12 +206,11 @@ def largest_model(
     machines = machine.ranks // machine.neighbours
     every_byte = machines * (host_bytes + free_on(drives))
     every_byte += machine.ranks * (machine.device_bytes or 0)
+    most_params = min(_MOST_PARAMS, every_byte / _LEAST_BYTES)  # the plan of a model far too large would take minutes
 
     def fits(step: int) -> bool:
         shape = usual_shape(step)
-        if shape.params > min(
-            _MOST_PARAMS, every_byte / _LEAST_BYTES
-        ):  # planning a model that is far too large would take minutes
+        if shape.params > most_params:
             return False
         model = decoder_of(shape, tiles)
         free_bytes = host_bytes - libraries_bytes * machine.neighbours

@@ -195,12 +195,12 @@ class InFlight:
         remain once the norm is known are then those of the units used last.
         """
         old_params = self._old_params(row, write)
-        if self._can_undo(row, old_params):
+        if self._can_roll_back(row, old_params):
             return True
         later = self._needed_later(needed)
-        if not self._can_undo(row, old_params, without=[ticket for _, ticket in later]):
+        if not self._can_roll_back(row, old_params, without=[ticket for _, ticket in later]):
             return False
-        while not (can_roll_back := self._can_undo(row, old_params)) and later:
+        while not (can_roll_back := self._can_roll_back(row, old_params)) and later:
             self._withdraw(*later.pop())
         return bool(can_roll_back)
 
@@ -248,7 +248,9 @@ class InFlight:
             return OldParams.SLOTS
         return OldParams.IMAGES if can_put_back else OldParams.NOWHERE
 
-    def _can_undo(self, row: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
+    def _can_roll_back(
+        self, row: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()
+    ) -> frozenset[int]:
         """Return the indices of tiles whose update could be rolled back if the updates in `without` were withdrawn."""
         if old_params is OldParams.NOWHERE:
             return frozenset()
@@ -267,7 +269,7 @@ class InFlight:
         with self._critical:
             self.open_host(row)
             old_params = self._old_params(row, write)
-            tiles = self._can_undo(row, old_params)
+            tiles = self._can_roll_back(row, old_params)
             before = self._pipeline.rollback.keep_before(unit, tiles, param=old_params is OldParams.IMAGES)
             reconstructs_grads = (
                 foreseen.grads_may_leave

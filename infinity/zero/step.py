@@ -420,7 +420,7 @@ class Step:
         self.counter.backward_begins()
         if direct is None:
             self._drop_removed_gradients()
-        self.updates.undo_ahead()
+        self.updates.roll_back()
         last = self.counter.ends_step
         if self.keeper is not None and last:
             self.keeper.before_updates()
@@ -562,7 +562,7 @@ class Step:
             if self.updates.under_way:
                 self.fail(error or InfinityError("a backward pass stopped after it had updated some units"))
                 return
-            self.updates.undo_ahead(grads=False)
+            self.updates.roll_back(grads=False)
             self.gradients.drop_all()
             self._grad_placeholders.wipe()
             self.losses.forget_sum()
@@ -594,7 +594,7 @@ class Step:
                 '"backward" its gradients have updated parameters already; set the schedule to "deferred"'
             )
         self._pass_failed = True  # until all gradients are dropped: an interrupt may leave some
-        self.updates.undo_ahead(grads=False)
+        self.updates.roll_back(grads=False)
         self.gradients.drop_all()
         self._pass_failed = False
         self._grad_placeholders.clear()
@@ -622,7 +622,7 @@ class Step:
             )
             self.fail(error)
             raise error
-        self.updates.undo_ahead()
+        self.updates.roll_back()
         self.gradients.drop_params(gone)
         self._grad_placeholders.forget(gone)
 

@@ -187,7 +187,7 @@ class Updates:
             self._updated.add(unit)
             self._foresight.tried()
 
-    def undo_ahead(self, *, grads: bool = True) -> None:
+    def roll_back(self, *, grads: bool = True) -> None:
         """Roll back this step's speculative updates, because a caller reads the old values. The updates run later.
 
         Args:
