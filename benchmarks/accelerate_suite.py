@@ -28,11 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 from accelerate.test_utils import scripts
-from stand_ins.datasets import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+from benchmarks.stand_ins.datasets import WORDS
 
 HERE = Path(__file__).parent
 STAND_INS = HERE / "stand_ins"
@@ -116,7 +119,12 @@ def prepare(place: Path) -> None:
         tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
     )
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     model = BertForSequenceClassification(
         BertConfig(**shape, vocab_size=len(vocabulary), max_position_embeddings=128, initializer_range=0.3)
     )
@@ -146,7 +154,7 @@ def run_case(case: Case, config: str, ranks: int, place: Path) -> dict[str, Any]
         (place / f"{config}{ranks}").mkdir(exist_ok=True)
         arguments += ["--output_dir", f"{config}{ranks}"]
     file = place / f"{config}-case.json"
-    values = configurations(place)[config] | case.changes
+    values = configurations(place)[config] | dict(case.changes)
     file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
     launch = ["--use_deepspeed", "--deepspeed_config_file", str(file)]
     launch += [
@@ -196,9 +204,9 @@ def table(results: list[dict[str, Any]]) -> str:
     columns = sorted({(result["config"], result["ranks"]) for result in results})
     rows: dict[tuple[str, ...], dict[tuple[str, int], str]] = {}
     for result in results:
-        name = (result["script"], " ".join(result["arguments"]))
+        key = (result["script"], " ".join(result["arguments"]))
         word = result["outcome"] + (f": {result['why']}" if "why" in result else "")
-        rows.setdefault(name, {})[result["config"], result["ranks"]] = word
+        rows.setdefault(key, {})[result["config"], result["ranks"]] = word
     lines = ["| script | " + " | ".join(f"{config}, {ranks}" for config, ranks in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     for (script, arguments), cells in rows.items():

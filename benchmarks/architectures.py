@@ -48,7 +48,7 @@ STEPS = 3
 MOST_PARAMS = 30e6
 MOST_TIMES = 5  # tries, each in twice the memory of the one before
 LIMIT_S = 180
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
+ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE, WAY_TOLERANCE = 1e-4, 3e-4, 1e-2
 TASKS: dict[str, dict[str, Any]] = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -232,9 +232,9 @@ def in_a_child(task: str, name: str, kind: str, path: Path) -> Outcome:
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads, "rb") as pipe:
-        told = pipe.read()
+        answer = pipe.read()
     _, status = os.waitpid(child, 0)
-    return Outcome(**json.loads(told)) if told else Outcome(task, name, "died", f"status {status}")
+    return Outcome(**json.loads(answer)) if answer else Outcome(task, name, "died", f"status {status}")
 
 
 def main() -> None:

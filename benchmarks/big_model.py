@@ -17,17 +17,20 @@ import itertools
 import json
 import resource
 import statistics
+import sys
 import sysconfig
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
-from disk import disk_bytes_per_s
-from workload import disk_bytes
 
 import infinity
+from benchmarks.disk import disk_bytes_per_s
+from benchmarks.workload import disk_bytes
 from infinity.cli.training.models import build_model
 from infinity.config import parse_size
 

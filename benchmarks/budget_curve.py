@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from train_step import run_worker, summarise
-from workload import arguments, worker_options
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from matplotlib.figure import Figure
+
+from benchmarks.train_step import run_worker, summarise
+from benchmarks.workload import arguments, worker_options
 from infinity.config import format_size, parse_size
 
 

@@ -104,7 +104,7 @@ def save_by_ranks(python: str, worker: str, ranks: int, directory: Path, model: 
         for r in range(ranks)
     ]
     said = [process.communicate()[0] for process in processes]
-    return json.loads(said[0].splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(said[0].splitlines()[-1])
 
 
 def compare_ranks(args: argparse.Namespace) -> None:
@@ -128,7 +128,7 @@ def compare_ranks(args: argparse.Namespace) -> None:
             times.setdefault(("direct writes", ranks, "save"), []).append(
                 timed(partial(direct_writes_by, args.dir, nbytes, ranks))
             )
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"name": name, "ranks": ranks, "verb": verb, "bytes": nbytes, "seconds": seconds}
         for (name, ranks, verb), seconds in times.items()
     ]
@@ -182,17 +182,17 @@ def main() -> None:
     for _ in range(args.rounds):
         for name, engine in systems.items():
             path = args.dir / "saved" / "tag"
-            saves.setdefault(name, []).append(timed(lambda e=engine: e.save_checkpoint(args.dir / "saved", tag="tag")))
+            saves.setdefault(name, []).append(timed(partial(engine.save_checkpoint, args.dir / "saved", tag="tag")))
             sizes[name] = sum(file.stat().st_size for file in path.iterdir())
             drop_cache(path)
-            loads.setdefault(name, []).append(timed(lambda e=engine: e.load_checkpoint(args.dir / "saved")))
+            loads.setdefault(name, []).append(timed(partial(engine.load_checkpoint, args.dir / "saved")))
             shutil.rmtree(args.dir / "saved")
         file = args.dir / "states.pt"
-        saves.setdefault("torch.save", []).append(timed(lambda f=file: torch_save(states, f)))
+        saves.setdefault("torch.save", []).append(timed(partial(torch_save, states, file)))
         sizes["torch.save"] = file.stat().st_size
         drop_cache(file)
-        loads.setdefault("torch.save", []).append(timed(lambda f=file: torch.load(f)))
-        saves.setdefault("direct writes", []).append(timed(lambda f=file: direct_writes(f, sizes["torch.save"])))
+        loads.setdefault("torch.save", []).append(timed(partial(torch.load, file)))
+        saves.setdefault("direct writes", []).append(timed(partial(direct_writes, file, sizes["torch.save"])))
         sizes["direct writes"] = sizes["torch.save"]
         file.unlink()
     for engine in systems.values():

@@ -157,7 +157,8 @@ def _model(chosen: Combination, base: Path) -> tuple[nn.Module, Any]:
         model = get_peft_model(
             model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
         )
-    model.config._attn_implementation = "eager"  # of operators that every device has
+    # Of operators that every device has.
+    model.config._attn_implementation = "eager"  # type: ignore[union-attr]
     if chosen["compile"]:
         for layer in next(each for each in model.modules() if isinstance(each, nn.ModuleList)):
             layer.compile(backend="eager")

@@ -157,8 +157,12 @@ class Child:
         if self.pid == 0:
             os.close(reader)
             code = 1
+
+            def tell(**facts: Any) -> None:
+                os.write(writer, (json.dumps(facts) + "\n").encode())
+
             try:
-                body(lambda **facts: os.write(writer, (json.dumps(facts) + "\n").encode()) and None)
+                body(tell)
                 code = 0
             except BaseException as error:
                 traceback.print_exc()

@@ -20,7 +20,9 @@ import json
 import sys
 from pathlib import Path
 
-from foreign_tests import Suite, parser_of, run, table
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.foreign_tests import Suite, parser_of, run, table
 
 # What is no part of training with ZeRO on one machine: other devices, inference, other kinds of parallelism.
 LEFT_OUT = (

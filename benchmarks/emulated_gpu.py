@@ -109,8 +109,9 @@ class Regime:
     activations: float = 0.0
 
 
-H200 = {"link": 53e9, "adam": 9e9}
-H100 = {"link": 53e9, "adam": 150e9 / 26}  # an optimizer that 150 GB/s of host memory bound, 26 bytes a parameter
+H200: dict[str, Any] = {"link": 53e9, "adam": 9e9}
+# Its optimizer is bound by 150 GB/s of host memory, 26 bytes a parameter.
+H100: dict[str, Any] = {"link": 53e9, "adam": 150e9 / 26}
 REGIMES = {
     "h200": Regime(1.2, **H200),
     "h200-all-on-host": Regime(1.2, fills=False, **H200),
@@ -304,7 +305,7 @@ def train(
     model, params = made()
     if regime.card:
         simdev.configure(capacity=regime.card * params / GPU_PARAMS)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with infinity.initialize(model=model, config=config_of(regime, path, params), device="simdev")[0] as engine:
         touch(engine)
         for _ in range(2):
@@ -322,7 +323,7 @@ def train(
             launch_us=1,
             trace=float(trace is not None),
         )
-        pipeline.update = throttled(regime.adam / slower)
+        pipeline.update = throttled(regime.adam / slower)  # type: ignore[attr-defined]
         for _ in range(2 + steps):
             busy, start_s = simdev.busy(), time.perf_counter()
             step_of(engine, regime)
@@ -444,7 +445,7 @@ def in_process(name: str, args: argparse.Namespace, drive: float, trace: Path | 
             last = done.stderr.strip().splitlines()[-1:]
             return {"failed": last[0] if last else f"exit code {done.returncode}"}
         told = json.loads(done.stdout.splitlines()[-1])
-    return told  # type: ignore[no-any-return]
+    return told
 
 
 def main() -> None:

@@ -25,10 +25,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from gpu_workload import arguments, shape_of, worker_options
+
+from benchmarks.gpu_workload import arguments, shape_of, worker_options
 
 PEERS = Path(__file__).parent / "peers"
 PACKAGES = {"infinity": "infinity", "torch": "torch", "torchao": "torchao", "fsdp2": "torch", "deepspeed": "deepspeed"}
@@ -55,7 +56,7 @@ def run(system: str, args: argparse.Namespace) -> dict[str, Any]:
         return {"system": system, "failed": f"took longer than {args.limit:g} s"}
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))  # type: ignore[no-any-return]
+            return json.loads(line.removeprefix("RESULT "))
     last = done.stderr.strip().splitlines()[-1:]
     return {"system": system, "failed": last[0] if last else f"exit code {done.returncode}"}
 

@@ -20,10 +20,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from device_profile import Kind, StepProfile, analyse, records_of
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.device_profile import Kind, StepProfile, analyse, records_of
 from infinity.zero.meta import construct_on_meta
 
 LR, WEIGHT_DECAY = 1e-5, 0.01
@@ -108,7 +108,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
 def decoder(args: argparse.Namespace, values_on: torch.device | None = None) -> Any:
     """The model in training mode with activation checkpoints; its parameters are on "meta" where no device is given."""
     shape = shape_of(args)
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]  # its stub has no attn_implementation
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
         num_hidden_layers=shape.layers,
@@ -118,9 +118,8 @@ def decoder(args: argparse.Namespace, values_on: torch.device | None = None) -> 
         max_position_embeddings=max(shape.seq, 4096),
         tie_word_embeddings=False,
         use_cache=False,
-        attn_implementation="eager"
-        if args.device == "simdev"
-        else "sdpa",  # the emulated device has no fused attention
+        # The emulated device has no fused attention.
+        attn_implementation="eager" if args.device == "simdev" else "sdpa",
     )
     with construct_on_meta():
         model = LlamaForCausalLM(config)

@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
-from foreign_tests import HERE, Suite, parser_of, run, table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GPT2Config,
@@ -43,6 +44,8 @@ from transformers import (
     T5Tokenizer,
 )
 
+from benchmarks.foreign_tests import HERE, Suite, parser_of, run, table
+
 FILES = ("tests/trainer/distributed/test_trainer_distributed_deepspeed.py", "tests/deepspeed/test_deepspeed*.py")
 WORDS = 1024  # tests draw ids below 1000
 
@@ -57,11 +60,17 @@ def make_models(place: Path) -> None:
     # Unigrams, as T5's: scores beside the pieces.
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -2.0), ("▁", -2.0)]
     pieces = T5Tokenizer(vocab=[*special, *((letter, -3.0) for letter in string.printable if letter.strip())])
-    blocks = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": WORDS}
-    experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    blocks: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": WORDS,
+    }
+    experts: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     gpt2 = GPT2Config(vocab_size=WORDS, n_embd=32, n_head=4, n_layer=5)
-    small = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
-    t5 = T5Config(**small, vocab_size=len(pieces), decoder_start_token_id=0, pad_token_id=0)
+    small: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    padding: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    t5 = T5Config(**small, **padding, vocab_size=len(pieces))
     gptj = GPTJConfig(vocab_size=WORDS, n_embd=32, n_head=4, n_layer=2, rotary_dim=4)
     torch.manual_seed(0)
     made: dict[str, tuple[Any, Any]] = {

@@ -43,7 +43,7 @@ def measure(
     offsets = range(0, size_bytes - BURST_BYTES + 1, BURST_BYTES)
     writes = [engine.write(file, offset, source.span(), Priority.WRITE_BACK) for offset in offsets]
     start_s = time.perf_counter()
-    behind_s = []
+    behind_s: list[float] = []
     while not writes[-1].done():
         time.sleep(0.005)  # reads arrive now and then, not back to back
         behind_s.append(read_latency_s(engine, file, len(behind_s) % 200 * target.nbytes, target.span()))

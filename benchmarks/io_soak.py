@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from infinity.config import parse_size
-from infinity.io import IoEngine, IoFile, IoOptions, Priority, open_engine
+from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, Priority, open_engine
 from infinity.io.bench import bench_file
 from infinity.memory import Arena, Lease
 
@@ -37,7 +37,7 @@ def soak_round(engine: IoEngine, file: IoFile, copy: Lease, target: Lease, rng: 
     cuts = sorted({0, pages, *(rng.randrange(pages) for _ in range(rng.randrange(1, 2 * MEAN_EXTENTS)))})
     extents = [(a * PAGE_BYTES, (b - a) * PAGE_BYTES) for a, b in pairwise(cuts)]
     rng.shuffle(extents)
-    flights = []
+    flights: list[tuple[IoFuture, tuple[int, int] | None]] = []
     for offset, nbytes in extents:
         priority = rng.choice(list(Priority))
         if rng.random() < 0.5:

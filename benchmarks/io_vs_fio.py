@@ -66,10 +66,13 @@ class DeepSpeedWorker:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._jobs, self._answers = self._child.stdin, self._child.stdout
         self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        line = self._child.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise SystemExit("the DeepSpeed worker died; run benchmarks/peers/deepspeed_io.py by hand to see why")
         return json.loads(line)
@@ -82,14 +85,14 @@ class DeepSpeedWorker:
             "depth": options.queue_depth,
             "threads": 1 if options.queue_depth == 1 else 2,
         }
-        self._child.stdin.write(json.dumps(job) + "\n")
-        self._child.stdin.flush()
+        self._jobs.write(json.dumps(job) + "\n")
+        self._jobs.flush()
         return BenchRun(**self._answer())
 
     def close(self) -> None:
-        self._child.stdin.close()
+        self._jobs.close()
         self._child.wait()
-        self._child.stdout.close()
+        self._answers.close()
 
 
 class Bench:

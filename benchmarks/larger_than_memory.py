@@ -24,14 +24,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
-from workload import disk_bytes
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import infinity
+from benchmarks.workload import disk_bytes
 from infinity.config import parse_size
 from infinity.integrations import from_pretrained, pretrained_model
 from infinity.io import IoOptions

@@ -140,6 +140,7 @@ def train_plainly(precision: str, clipping: float, samples: int = BATCH) -> Curv
         (loss.float() * scale).backward()
         losses.append(loss.item())
         for master, param in zip(masters, params, strict=True):
+            assert param.grad is not None
             master.grad, param.grad = param.grad.float() / scale, None
         norms.append(torch.nn.utils.clip_grad_norm_(masters, clipping or torch.inf).item())
         optimizer.step()

@@ -17,11 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -29,10 +29,9 @@ import torch
 from torch import nn
 
 import infinity
-import infinity.tiers.swap
 from benchmarks.predictions import errors_line, plot_errors
 from infinity.config import load_config
-from infinity.io import IoEngine, IoFile, IoFuture, Priority, Span
+from infinity.io import IoEngine, IoFile, IoFuture, Priority, Span, open_engine
 from infinity.planner import Duplex, Machine, Rates, Work, plan_training, predict_step
 from infinity.planner.work import Pass, Product
 from tests.behaviour.disks import Disk, LateFuture
@@ -135,10 +134,26 @@ class Paced(Disk):
         self._lock = threading.Lock()
         self._free_at_s = 0.0
 
-    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
+    def read(
+        self,
+        file: IoFile,
+        offset: int,
+        span: Span,
+        priority: Priority = Priority.PREFETCH,
+        *,
+        nbytes: int | None = None,
+    ) -> IoFuture:
         return LateFuture(super().read(file, offset, span, priority), self._turn_s(span.nbytes))
 
-    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
+    def write(
+        self,
+        file: IoFile,
+        offset: int,
+        span: Span,
+        priority: Priority = Priority.WRITE_BACK,
+        *,
+        nbytes: int | None = None,
+    ) -> IoFuture:
         return LateFuture(super().write(file, offset, span, priority), self._turn_s(span.nbytes))
 
     def _turn_s(self, nbytes: int) -> float:
@@ -149,14 +164,8 @@ class Paced(Disk):
             return self._free_at_s - now_s
 
 
-@contextmanager
-def paced_drive() -> Iterator[None]:
-    open_engine = infinity.tiers.swap.open_engine
-    infinity.tiers.swap.open_engine = lambda *args: Paced(open_engine(*args))
-    try:
-        yield
-    finally:
-        infinity.tiers.swap.open_engine = open_engine
+def paced_drive() -> AbstractContextManager[Any]:
+    return patch("infinity.tiers.swap.open_engine", lambda *args: Paced(open_engine(*args)))
 
 
 def config_of(case: Case, nvme: Path, budget: int | str) -> dict[str, Any]:

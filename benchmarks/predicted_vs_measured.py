@@ -127,7 +127,7 @@ def config_of(case: Case, nvme: Path, budget: int | None) -> dict[str, Any]:
 def worker(case: Case, nvme: Path, steps: int) -> None:
     """Measure rates, train, measure rates, predict; rank 0 prints one line."""
 
-    processor.timed = products.timed = cpu_timed
+    processor.timed = products.timed = cpu_timed  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     kernels.set_threads(1)
     ranks = join_ranks()
@@ -254,6 +254,9 @@ def measured_rates(case: Case, plan: TrainingPlan, nvme: Path, ranks: Ranks) -> 
     rates = rates_of(profile, dtype=str(dtype).removeprefix("torch."), state_format=plan.sizing.layout.format)
     # They were measured by each rank on a core of its own, where a profile is of all cores together.
     speed = case.ranks
+    assert rates.memory_bytes_per_s is not None
+    assert rates.fresh_bytes_per_s is not None
+    assert rates.optimizer_params_per_s is not None
     by_layout = {name: tuple((rows, speed * rate) for rows, rate in known) for name, known in rates.products.items()}
     return replace(
         rates,

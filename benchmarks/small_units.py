@@ -20,10 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import overhead
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 
 import infinity
+from benchmarks import overhead
 from infinity.errors import CapacityError
 from infinity.schedule.plan import make_plan
 

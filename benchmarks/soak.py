@@ -163,7 +163,7 @@ def soak(path: Path, steps: int, seed: int, *, show: bool = False) -> Result:
                 engine.load_checkpoint(path / "checkpoints")
             reference.take_over(engine)
             for _ in range(stretch):
-                faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__)
+                faulthandler.dump_traceback_later(HANG_S, exit=True, file=sys.__stderr__ or sys.stderr)
                 data = [micro_batch(rng) for _ in range(config["gradient_accumulation_steps"])]
                 ours = engine.train_batch(data).item()
                 losses.append((ours, reference.step(data, config["gradient_clipping"])))

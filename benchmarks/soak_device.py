@@ -103,7 +103,7 @@ def least(ask: Any, key: str, extra: int) -> int:
 
 
 def engine_for(drawn: Round, swap: Path, seed: int, device: str) -> infinity.Engine:
-    model = tiny(drawn.architecture, seed)
+    model: Any = tiny(drawn.architecture, seed)
     if drawn.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     recipe = drawn.recipe()

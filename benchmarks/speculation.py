@@ -21,8 +21,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from versions import Version, upper_bound
-from workload import arguments, worker_options
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.versions import Version, upper_bound
+from benchmarks.workload import arguments, worker_options
 
 LARGE, SMALL = 1e9, 1e-6  # bounds of the norm that no step, and every step, exceeds
 ENGINES: dict[str, tuple[str, float]] = {

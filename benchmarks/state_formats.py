@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -46,7 +47,13 @@ def batch(text: torch.Tensor, step: int) -> torch.Tensor:
 def make_model(layers: int, width: int) -> GPT2LMHeadModel:
     """Random weights, the same every time."""
     torch.manual_seed(0)
-    sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 64, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    sizes: dict[str, Any] = {
+        "n_layer": layers,
+        "n_embd": width,
+        "n_head": width // 64,
+        "n_positions": LENGTH,
+        "vocab_size": VOCABULARY,
+    }
     return GPT2LMHeadModel(
         GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)
     )
@@ -60,7 +67,7 @@ class FlatTrainer:
         self.layout = formats.state_layout("split" if self.nearest else format_name)
         self.steps = steps
         master = torch.cat([p.detach().flatten() for p in model.parameters()])
-        self.model = model.to(self.layout.param_dtype)
+        self.model = model.to(dtype=self.layout.param_dtype)  # type: ignore[call-arg]
         numel = master.numel()
         self.param = torch.empty(numel, dtype=self.layout.param_dtype)
         self.states = {f.name: torch.empty(f.length(numel), dtype=f.dtype) for f in self.layout.fields}

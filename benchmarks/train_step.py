@@ -17,7 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from workload import arguments, worker_options
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.workload import arguments, worker_options
 
 _PEERS = Path(__file__).parent / "peers"
 

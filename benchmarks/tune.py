@@ -84,6 +84,12 @@ def tune(args: argparse.Namespace, config: Path, out: Path) -> dict[str, Any]:
     return {**json.loads(done.stdout), "wall_s": time.perf_counter() - start_s}
 
 
+def setting_from(facts: dict[str, Any]) -> Setting:
+    """The setting whose `facts` these are, as JSON has them."""
+    knobs: dict[str, Any] = {knob: tuple(value) if isinstance(value, list) else value for knob, value in facts.items()}
+    return Setting(**knobs)
+
+
 def exhaustive(trials: Trials, settings: list[Setting], rounds: int) -> list[dict[str, Any]]:
     """Every setting in turn, round after round, each run to its end."""
     rows: dict[Setting, list[float]] = {setting: [] for setting in settings}
@@ -208,9 +214,9 @@ def main() -> None:
             rows = exhaustive(trials, settings, args.rounds)
             keep(exhaustive=rows, exhaustive_s=time.perf_counter() - start_s)
         rows = sorted(result["exhaustive"], key=lambda row: row["step_s"] or float("inf"))
-        names = {GIVEN: outlook.given, TUNED: Setting.of(result["tune"]["tuned"])}
+        names = {GIVEN: outlook.given, TUNED: setting_from(result["tune"]["tuned"])}
         names |= {
-            f"exhaustive, {index + 1}.": Setting.of(row["setting"]) for index, row in enumerate(rows[: args.best])
+            f"exhaustive, {index + 1}.": setting_from(row["setting"]) for index, row in enumerate(rows[: args.best])
         }
         turns = take_turns(trials, names, args.turns)
         best = min(list(turns)[2:], key=lambda name: statistics.median(turns[name]))

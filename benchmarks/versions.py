@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workload import arguments, worker_options
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.workload import arguments, worker_options
 
 WORKER = Path(__file__).parent / "peers" / "paced_step.py"
 
@@ -38,7 +40,7 @@ class Version:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(steps, file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
+        return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         assert self._process.stdin is not None

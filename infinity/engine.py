@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from infinity.zero.materialize import rebuild
 from infinity.zero.phases import Phase
 from infinity.zero.status import publisher_of
 from infinity.zero.step import USE_TRAIN_BATCH, Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _log = logging.getLogger(__name__)
 
@@ -483,11 +486,11 @@ class Engine(Accessors):
         outcome = self._step.last.outcome
         return None if outcome is None else outcome.grad_norm
 
-    def train(self, mode: bool = True) -> Engine:
+    def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
         return self
 
-    def eval(self) -> Engine:
+    def eval(self) -> Self:
         return self.train(False)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -756,7 +759,7 @@ class Engine(Accessors):
             if place.info.name in values:
                 place.param.data = values.pop(place.info.name).to(self.device)
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -87,7 +88,7 @@ def _values(engine: deepspeed.DeepSpeedEngine, model: torch.nn.Module) -> dict[s
     return {name: value.detach().reshape(-1).contiguous().clone() for name, value in found.items()}
 
 
-def _moment(engine: deepspeed.DeepSpeedEngine, param: torch.nn.Parameter, moment: str) -> torch.Tensor:
+def _moment(engine: deepspeed.DeepSpeedEngine, param: Any, moment: str) -> torch.Tensor:
     """As its map has it: at stages 1 and 2 its accessor finds no moments of torch's optimizers."""
     if hasattr(param, "ds_id"):
         return safe_get_full_optimizer_state(param, moment)

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 answers = os.fdopen(os.dup(1), "w")
@@ -20,7 +21,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 aio = AsyncIOBuilder().load()
 
 
-def run(job: dict, buffer: torch.Tensor) -> dict:
+def run(job: dict[str, Any], buffer: torch.Tensor) -> dict[str, Any]:
     path, size = job["path"], buffer.numel()
     half = size // 2
     # Reads and writes at the same time need a handle each, but then two blocks are in flight at depth 1.

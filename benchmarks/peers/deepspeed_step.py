@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def _free_port() -> str:
@@ -26,7 +26,8 @@ os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0
 import deepspeed
 import torch
 from transformers import GPT2LMHeadModel
-from workload import LR, WEIGHT_DECAY, arguments, gpt2_config, measure, token_ids
+
+from benchmarks.workload import LR, WEIGHT_DECAY, arguments, gpt2_config, measure, token_ids
 
 
 def main() -> None:

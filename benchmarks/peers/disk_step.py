@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from disk import disk_bytes_per_s
-from workload import arguments
+from benchmarks.disk import disk_bytes_per_s
+from benchmarks.workload import arguments
 
 print("RESULT " + json.dumps({"bytes_per_s": disk_bytes_per_s(arguments().parse_args().nvme)}), flush=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import deepspeed
 import torch
-from gpu_workload import (
+
+from benchmarks.gpu_workload import (
     LR,
     WEIGHT_DECAY,
     arguments,
@@ -28,7 +30,12 @@ def main() -> None:
     args = arguments().parse_args()
     device = device_of(args)
     be_the_only_rank()
-    zero = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 100_000_000}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 100_000_000,
+    }
     for name, home in (("offload_optimizer", args.offload_optimizer), ("offload_param", args.offload_param)):
         drive = {"nvme_path": str(args.nvme)} if home == "nvme" else {}
         if home != "none":

@@ -6,9 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from gpu_workload import (
+import infinity
+from benchmarks.gpu_workload import (
     LR,
     WEIGHT_DECAY,
     arguments,
@@ -20,8 +21,6 @@ from gpu_workload import (
     shape_of,
     token_ids,
 )
-
-import infinity
 
 
 def main() -> None:

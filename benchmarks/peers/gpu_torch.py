@@ -9,10 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from gpu_workload import LR, WEIGHT_DECAY, arguments, decoder, device_of, measure, token_ids, torch_step
+
+from benchmarks.gpu_workload import LR, WEIGHT_DECAY, arguments, decoder, device_of, measure, token_ids, torch_step
 
 
 def main() -> None:

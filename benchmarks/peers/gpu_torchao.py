@@ -9,11 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from gpu_workload import LR, WEIGHT_DECAY, arguments, decoder, device_of, measure, token_ids, torch_step
 from torchao.optim import CPUOffloadOptimizer
+
+from benchmarks.gpu_workload import LR, WEIGHT_DECAY, arguments, decoder, device_of, measure, token_ids, torch_step
 
 
 def main() -> None:

@@ -6,13 +6,13 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from transformers import GPT2LMHeadModel
-from workload import arguments, gpt2_config, infinity_config, measure, token_ids
 
 import infinity
+from benchmarks.workload import arguments, gpt2_config, infinity_config, measure, token_ids
 
 
 def main() -> None:

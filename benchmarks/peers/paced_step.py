@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
 from transformers import GPT2LMHeadModel
-from wide_matmul import multiply_in_fp32
-from workload import arguments, gpt2_config, infinity_config, token_ids
 
 import infinity
+from benchmarks.peers.wide_matmul import multiply_in_fp32
+from benchmarks.workload import arguments, gpt2_config, infinity_config, token_ids
 
 
 def told(*, first: bool) -> Iterator[int]:

@@ -6,11 +6,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from transformers import GPT2LMHeadModel
-from workload import LR, WEIGHT_DECAY, arguments, gpt2_config, measure, token_ids
+
+from benchmarks.workload import LR, WEIGHT_DECAY, arguments, gpt2_config, measure, token_ids
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def main() -> None:
     def step() -> torch.Tensor:
         loss = compute()
         for master, weight in zip(masters, weights, strict=True):
+            assert weight.grad is not None
             master.grad = weight.grad.float()
             weight.grad = None
         if args.clip:

@@ -41,7 +41,7 @@ _UNSYNCHRONISED = SimpleNamespace(
 )  # a step waits for the device no more than it has to
 
 
-class DeepSpeedEngine(SectionFacts, Engine, nn.Module):  # type: ignore[misc]  # each returns itself from eval()
+class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
     """An engine that is a module around the model, whose parameters are the model's own.
 
     Attributes:
