@@ -366,6 +366,8 @@ class Executor:
         Block until that update is finished, and restore its gradients. If another update has ended, also retry
         actions that wait for memory.
         """
+        if row.due is not None:  # the last step's still needs its gradients; ranks also sum zeros of unused units
+            self._do(ParametersNeeded(row))
         if row.ahead is not None:
             self._in_flight.finish_ahead(row, self.free_gradients)
             self._spill_returned()

@@ -225,33 +225,39 @@ def test_a_rank_that_keeps_to_the_way_of_before_is_told_too(offload, accumulatio
         assert took_s < 30
 
 
+FEWER: list[Path_] = [TEXT, ("text",), ("text",), TEXT, ("image",), TEXT]
 ALIKE: list[Path_] = [TEXT, ("text", "blocks.2", "head"), IMAGE, ("text", *BLOCKS[::-1]), TEXT, ("blocks.1",)]
 
 
-def alike_here(path: Path) -> list[dict[str, torch.Tensor]]:
-    """All ranks take the same way, another one in each step, with evaluations between."""
+def alike_here(ways: list[Path_], tiering: dict[str, Any], evaluates: bool, path: Path) -> list[dict[str, torch.Tensor]]:
+    """All ranks take the same way, another one in each step, maybe with evaluations between."""
     found = []
     for offload in ("none", "nvme"):
-        with infinity.initialize(model=Parts(), config=Case(3, "", offload, clipping=0.05).config(path))[0] as engine:
-            for index, way in enumerate(ALIKE):
+        case = Case(3, "", offload, clipping=0.05, tiering=tiering)
+        with infinity.initialize(model=Parts(), config=case.config(path))[0] as engine:
+            for index, way in enumerate(ways):
                 x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index))
                 engine.backward(engine(x, way))
                 engine.step()
-                with torch.no_grad():
-                    engine(x, ALIKE[-index])
+                if evaluates:
+                    with torch.no_grad():
+                        engine(x, ways[-index])
             found.append({name: values.clone() for name, values in engine.named_parameters()})
     return found
 
 
-def test_at_stage_3_a_way_that_all_ranks_take_is_no_error(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("ways", "tiering", "evaluates"), [(ALIKE, {}, True), (FEWER, {"host_memory": "356KiB"}, False)]
+)
+def test_at_stage_3_a_way_that_all_ranks_take_is_no_error(ways, tiering, evaluates, tmp_path) -> None:
     model = Parts()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    for index, way in enumerate(ALIKE):
+    for index, way in enumerate(ways):
         model(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index)), way).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         optimizer.zero_grad()
-    for of_rank in run_ranks(2, alike_here, tmp_path, path=tmp_path):
+    for of_rank in run_ranks(2, alike_here, ways, tiering, evaluates, tmp_path, path=tmp_path):
         for values in of_rank:
             for name, param in model.named_parameters():
                 torch.testing.assert_close(values[name], param.detach(), rtol=1e-4, atol=1e-5, msg=name)
