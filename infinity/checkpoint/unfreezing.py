@@ -11,6 +11,7 @@ was.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from infinity.checkpoint.save import Options
 from infinity.checkpoint.session import Session
 from infinity.config import Config
 from infinity.errors import ConfigError
+from infinity.io.directory import open_directory
 from infinity.zero.ranks import Ranks
 
 _log = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ def kept(session: Session, config: Config, ranks: Ranks) -> Iterator[Callable[[S
 
     def make() -> str:
         drives = config.tiering.nvme
+        if drives:  # its directory is still missing if nothing is kept on it
+            os.close(open_directory(drives[0].path, make=True))
         return tempfile.mkdtemp(prefix="infinity-unfreezing-", dir=drives[0].path if drives else None)
 
     def restore(into: Session) -> None:

@@ -95,6 +95,12 @@ def test_states_are_made_when_a_parameter_is_unfrozen(precision, accumulation, k
     assert not list(tmp_path.iterdir())
 
 
+def test_a_drive_that_holds_nothing_need_not_exist(tmp_path) -> None:
+    drives = {"tiering": {"nvme": [{"path": str(tmp_path / "new")}]}}
+    late, before = (trained(engine_for("stays", tmp_path, late=late, **drives)) for late in (True, False))
+    alike(late, before)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_states_are_made_below_stage_3(stage, tmp_path) -> None:
     zero = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
