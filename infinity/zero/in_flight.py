@@ -381,7 +381,8 @@ class InFlight:
                     f"no host memory is left for the gradients of unit `{row.name}`, whose update is rolled back: "
                     "raise tiering.host_memory"
                 )
-        return buffer
+        # Parameters without a gradient and the padding are not reconstructed, but the norm of a shard includes them.
+        return buffer.zero_()
 
     def _restore_from_undo_log(self, row: Unit) -> None:
         """Restore the parameters from the undo log."""

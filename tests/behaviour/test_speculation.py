@@ -646,6 +646,32 @@ def test_ranks(home, tmp_path) -> None:
         assert waiting == ahead
 
 
+def _train_with_a_second_pass(path: Path) -> list[tuple[list[float], float | None, int]]:
+    """Memory for reconstructed gradients holds old values, which no sum may include."""
+    Foresight.speculates = True  # type: ignore[assignment, method-assign]
+    restore, restored = GradStore.restore, 0
+
+    def filled(self: GradStore, each: UnitGrads) -> torch.Tensor | None:
+        nonlocal restored
+        buffer = restore(self, each)
+        restored += buffer is not None
+        return None if buffer is None else buffer.fill_(1000.0)
+
+    GradStore.restore = filled  # type: ignore[method-assign]
+    results = []
+    for schedule in ("deferred", "speculative"):
+        with engine_of(path, schedule) as engine:
+            losses = train(engine, lambda engine: engine.backward(loss_of(engine, DATA[0])), steps=3)
+            results.append((losses, engine.get_global_grad_norm(), restored))
+    return results
+
+
+def test_reconstructed_gradients_of_ranks_have_zeros_where_there_is_no_gradient(tmp_path) -> None:
+    for waiting, ahead in run_ranks(2, _train_with_a_second_pass, tmp_path, path=tmp_path):
+        assert waiting[:2] == ahead[:2]
+        assert ahead[2] > 0
+
+
 # When #
 
 
