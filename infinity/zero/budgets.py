@@ -135,7 +135,7 @@ def _checked_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
         )
     raise CapacityError(
         f"tiering.device_memory is {format_size(total)} but the parameters need at least {format_size(least)} "
-        f"on the device at once: raise it to {size_to_set(least)} or more, or offload parameters that stay there"
+        f"on the device at once: raise it to {size_to_set(least)} or more, or offload parameters that stay there."
         + alone(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings, 2)
     )
 
