@@ -229,7 +229,9 @@ FEWER: list[Path_] = [TEXT, ("text",), ("text",), TEXT, ("image",), TEXT]
 ALIKE: list[Path_] = [TEXT, ("text", "blocks.2", "head"), IMAGE, ("text", *BLOCKS[::-1]), TEXT, ("blocks.1",)]
 
 
-def alike_here(ways: list[Path_], tiering: dict[str, Any], evaluates: bool, path: Path) -> list[dict[str, torch.Tensor]]:
+def alike_here(
+    ways: list[Path_], tiering: dict[str, Any], evaluates: bool, path: Path
+) -> list[dict[str, torch.Tensor]]:
     """All ranks take the same way, another one in each step, maybe with evaluations between."""
     found = []
     for offload in ("none", "nvme"):
