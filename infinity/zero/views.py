@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from infinity.errors import InfinityError
 from infinity.tiers.unit_params import UnitParams
@@ -105,6 +106,8 @@ class UnitViews:
         # way.
         self._lies: list[torch.Tensor | None] = [None] * len(unit.params)
         self._lent: dict[int, _Lent] = {}  # by the index of the parameter
+        # By the index of the parameter: its version counter, to be restored if a speculative update is rolled back.
+        self._versions: dict[int, _unsafe_preserve_version_counter] = {}
 
     def forget(self) -> None:
         """Forget where the parameters lie: other code has set their `data`."""
@@ -152,6 +155,7 @@ class UnitViews:
             else:
                 refused = refused or self._refusal(index, lies)
             set_local_part(param, place)
+            self._versions.pop(index, None)
             torch.autograd.graph.increment_version(param)  # a backward pass through an older graph must fail
         if refused:
             raise InfinityError(refused)
@@ -176,15 +180,30 @@ class UnitViews:
         """
         old = range(len(self._parameters)) if indices is None else sorted(indices)
         self._hide(old)
-        changed = [self._parameters[index] for index in old if index not in self._lent]
-        torch.autograd.graph.increment_version(changed)
+        for index in old:
+            self._versions.pop(index, None)
+        self._increment_versions(old)
 
     def hide_trained(self) -> None:
         """Hide the trained parameters during a speculative update, which may be rolled back.
 
-        For autograd nothing has changed.
+        For autograd this is an in-place change, until `show` shows the same values again: a backward pass reads
+        parameters that the loss itself has used before it runs any hook, and must fail instead of reading NaN.
         """
-        self._hide([index for index, info in enumerate(self._infos) if info.trainable])
+        trained = [index for index, info in enumerate(self._infos) if info.trainable]
+        self._hide(trained)
+        for index in trained:
+            if index not in self._versions and index not in self._lent:
+                self._versions[index] = _unsafe_preserve_version_counter(self._parameters[index])
+        self._increment_versions(trained)
+
+    def _increment_versions(self, indices: Iterable[int]) -> None:
+        changed = [self._parameters[index] for index in indices if index not in self._lent]
+        torch.autograd.graph.increment_version(changed)
+
+    def _restore_versions(self) -> None:
+        while self._versions:
+            self._versions.popitem()[1].__exit__()
 
     def _hide(self, indices: Sequence[int]) -> None:
         if self._shown is not False:
@@ -231,6 +250,7 @@ class UnitViews:
         if self._shown:
             return
         self._set(range(len(self._infos)), self._views or self._make_views())
+        self._restore_versions()
         self._shown = True
 
     def hide(self) -> None:

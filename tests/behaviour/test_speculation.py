@@ -398,6 +398,41 @@ def test_values_between_backward_and_step_are_the_old_ones(eager, tmp_path) -> N
         assert not all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
 
 
+def _train_two_graphs(engine: infinity.Engine) -> list[torch.Tensor]:
+    """Two forward passes, and then their backward passes. The second goes through a graph of the values that the
+    speculative updates of the first have replaced."""
+    for first, second in zip(DATA[::2], DATA[1::2], strict=True):
+        for loss in [loss_of(engine, first), loss_of(engine, second)]:
+            engine.backward(loss)
+        engine.step()
+    return states_of(engine)
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_a_second_backward_pass_through_a_graph_of_the_old_values(home, eager, seen, tmp_path) -> None:
+    results = []
+    for schedule in ("barrier", "speculative"):
+        with engine_of(tmp_path, schedule, params="none", offload=home, host_memory=1 << 30) as engine:
+            results.append(_train_two_graphs(engine))
+    assert all(map(torch.equal, *results))
+    assert "reverted" in seen
+
+
+def test_a_graph_that_would_read_hidden_parameters_fails(eager, seen, tmp_path) -> None:
+    """The loss itself uses a parameter, so autograd reads it before any hook can roll its update back. The NaN would
+    skip the step."""
+    with engine_of(tmp_path, "speculative", params="none", offload="cpu") as engine:
+        weight = engine.module.transformer.ln_f.weight
+        losses = [loss_of(engine, ids) + weight.pow(3).mean() for ids in DATA[:2]]
+        losses[0].backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[1].backward()
+        engine.step()
+        assert engine.skipped_steps == 0
+        assert seen
+        train(engine, steps=2)
+
+
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])
 def test_with_crash_consistent_steps(clipping, eager, tmp_path) -> None:
     """Two versions are enough for a committed step and a speculative one."""
