@@ -723,6 +723,9 @@ class Engine(Accessors):
         Raises:
             StorageError: a checkpoint that was saved with `blocking=False` cannot be written. The engine is closed.
             CheckpointError: likewise, on another rank or for another reason.
+            Exception: the last step of a crash-consistent run cannot be committed on this rank: what the drive or the
+                function of `keep_with_steps` has raised. The engine is closed, and `resume` goes on from the step
+                before.
         """
         self._end(failed=False)
 
@@ -730,6 +733,8 @@ class Engine(Accessors):
         try:
             if self._close.alive:
                 self._session.end_saving(failed=failed)
+                if not failed:
+                    self._session.finish_commits()
         finally:
             self._close()
 

@@ -91,6 +91,7 @@ class Commits:
         self._slots = runtime.swap.slots
         self._due: _Due | None = None
         self._not_noted: Exception | None = None
+        self._is_finished = False
         self._told = 0  # commits of these processes
         self._last = run.found.generations[0] if run.found is not None else None
         self._sequence = 0 if self._last is None else self._last.sequence
@@ -187,13 +188,20 @@ class Commits:
         ranks, what = self._runtime.ranks, f"committed/{self._run.nonce}"
         ranks.tell(what)
         deadline_s = time.monotonic() + ranks.timeout_s
-        while missing := ranks.untold(what, self._told):
+        while missing := self._missing(what):
             if time.monotonic() > deadline_s:
                 raise RankError(
                     f"rank {ranks.rank} of {ranks.size}: rank {missing[0]} has not committed its step within "
                     f"{ranks.timeout_s:g} s (communication.timeout)"
                 )
             time.sleep(_POLL_S)
+
+    def _missing(self, what: str) -> list[int]:
+        ranks = self._runtime.ranks
+        try:
+            return ranks.untold(what, self._told)
+        except RuntimeError as error:  # the store has gone, perhaps with a rank that has closed its engine
+            raise RankError(f"rank {ranks.rank} of {ranks.size}: other ranks' commits are unknown: {error}") from error
 
     # What users ask for #
 
@@ -291,14 +299,27 @@ class Commits:
         """This thread is the one that commits."""
         return threading.current_thread() is self._thread
 
+    def finish(self) -> None:
+        """Commit the last step of an engine that is about to be closed, unless the engine has failed.
+
+        Raises:
+            Exception: it cannot be committed on this rank, so that a later process resumes from the step before.
+        """
+        if self.resumable_step is not None or not self._step.at_rest or self._is_finished:
+            return
+        self._is_finished = True  # raised once
+        try:
+            self._step.drain()
+            self._raise_not_noted()
+            self._gate.result()
+        except RankError as error:  # this rank's record is written, and `resume` takes a step that all ranks have
+            _log.warning("the last step may not be committed on other ranks: %s", error)
+
     def close(self) -> None:
         """Commit the last step, if that can be had, and stop."""
         try:
-            if self.resumable_step is None and self._step.at_rest:
-                self._step.drain()
-                self._raise_not_noted()
-                self._gate.result()
-        except Exception as error:  # the engine closes whatever is the matter
+            self.finish()
+        except Exception as error:  # an engine that was dropped, or that another error ends
             _log.warning("the last step is not committed: %s", error)
         finally:
             self._stop()

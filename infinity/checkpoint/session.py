@@ -237,6 +237,11 @@ class Session:
         """This thread is the one that commits steps."""
         return self.commits is not None and self.commits.is_worker()
 
+    def finish_commits(self) -> None:
+        """See `Commits.finish`."""
+        if self.commits is not None:
+            self.commits.finish()
+
     def close_commits(self) -> None:
         """The last step is committed, and no other will be."""
         if self.commits is not None:

@@ -604,18 +604,49 @@ def test_a_space_without_a_run_keeps_nothing() -> None:
     space.close()
 
 
-def test_closing_reports_a_last_step_that_a_failing_client_state_kept_from_being_committed(tmp_path, caplog) -> None:
-    def state() -> dict[str, Any]:
-        raise OSError("no position")
+def _fail() -> dict[str, Any]:
+    raise OSError("no position")
 
-    with start(tmp_path) as engine:
-        train(engine, DATA[:1])
-        engine.keep_with_steps(state)
-        train(engine, DATA[:2])
-    assert "the last step is not committed: no position" in caplog.text
+
+def test_closing_raises_what_kept_the_last_step_from_being_committed(tmp_path) -> None:
+    """A loop that ends in `close()` must not take a step for saved that no later process has."""
+    engine = start(tmp_path)
+    train(engine, DATA[:1])
+    engine.keep_with_steps(_fail)
+    train(engine, DATA[:2])
+    with pytest.raises(OSError, match="no position"):
+        engine.close()
+    engine.close()
     with start(tmp_path) as engine:
         engine.resume()
         assert engine.global_steps == 1
+
+
+def test_an_error_that_ends_the_run_is_not_replaced_by_that_of_its_last_commit(tmp_path, caplog) -> None:
+    with pytest.raises(ValueError, match="the loop's own"), start(tmp_path) as engine:
+        engine.keep_with_steps(_fail)
+        train(engine, DATA[:1])
+        raise ValueError("the loop's own")
+    assert "the last step is not committed: no position" in caplog.text
+
+
+def test_closing_raises_if_the_drive_cannot_flush_the_last_step(tmp_path, monkeypatch) -> None:
+    engine = start(tmp_path)
+    train(engine, DATA[:2])
+    engine.synchronize()
+    engine.wait_checkpoint()
+    train(engine, DATA[:3])
+
+    def fail(*_: Any) -> None:
+        raise OSError("the drive has failed")
+
+    monkeypatch.setattr(SwapSpace, "record", fail)
+    with pytest.raises(OSError, match="the drive has failed"):
+        engine.close()
+    monkeypatch.undo()
+    with start(tmp_path) as engine:
+        engine.resume()
+        assert engine.global_steps == 2
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
