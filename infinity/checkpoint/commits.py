@@ -187,7 +187,7 @@ class Commits:
         """Say that this rank's record is there, and wait until all ranks' are."""
         ranks, what = self._runtime.ranks, f"committed/{self._run.nonce}"
         ranks.tell(what)
-        deadline_s = time.monotonic() + ranks.timeout_s
+        deadline_s = time.monotonic() + ranks.patience_s
         while missing := self._missing(what):
             if time.monotonic() > deadline_s:
                 raise RankError(

@@ -31,6 +31,11 @@ def abandon() -> None:
     _abandoned.append(os.getpid())
 
 
+def is_abandoned() -> bool:
+    """Whether a collective was given up, so that this process ends without waiting for its threads."""
+    return os.getpid() in _abandoned
+
+
 def leave_at_exit() -> None:
     """Destroy the process groups when this process ends."""
     atexit.register(_leave, os.getpid())
@@ -43,7 +48,7 @@ def _leave(owner_pid: int) -> None:
 
 def _end() -> None:
     """The last of what is done at exit."""
-    if os.getpid() in _abandoned:
+    if is_abandoned():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

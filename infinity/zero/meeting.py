@@ -92,6 +92,7 @@ class Meeting:
     Attributes:
         watch: names the missing rank when a wait is long.
         processes: of the ranks, by rank; empty until they are known.
+        is_lost: a rank has been waited for in vain in a collective.
     """
 
     def __init__(self, group: Any) -> None:
@@ -106,6 +107,7 @@ class Meeting:
         self._gave_up = False
         self._told_s = -_PROGRESS_S
         self.processes: list[Process] = []
+        self.is_lost = False
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set how long the store may take for an answer, and when the watch begins to warn."""

@@ -28,6 +28,7 @@ from infinity.zero.timed_store import call_within
 Result = TypeVar("Result")
 
 _ANSWER_S = 5.0
+_LEAST_S = 0.001
 _LOOK_S = 0.5  # of waiting, before checking whether the other ranks come
 
 # renamed in torch 2.13
@@ -58,17 +59,19 @@ class Pending:
             if not self._timed:
                 self._work.wait()
                 return
-            until_s = time.monotonic() + self._ranks.timeout_s
+            until_s = time.monotonic() + self._ranks.patience_s
             while True:
                 left_s = until_s - time.monotonic()
                 try:
-                    self._work.wait(timedelta(seconds=min(max(left_s, 0), _LOOK_S)))
+                    # torch counts milliseconds, and 0 is no limit
+                    self._work.wait(timedelta(seconds=min(max(left_s, _LEAST_S), _LOOK_S)))
                     return
                 except RuntimeError:
                     if self._work.is_completed():
                         raise
                     if left_s <= _LOOK_S:
                         abandon()
+                        self._ranks.note_loss()
                         raise
                 self._ranks.path.look()
 
@@ -114,6 +117,20 @@ class Ranks:
     def on_one_machine(self) -> bool:
         return self.neighbours == self.size
 
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for the other ranks now: not for long if one has been waited for in vain.
+
+        A pass that fails for a missing rank still waits for collectives that it has started, each for a whole timeout.
+        """
+        is_lost = self.meeting is not None and self.meeting.is_lost
+        return min(_LOOK_S, self.timeout_s) if is_lost else self.timeout_s
+
+    def note_loss(self) -> None:
+        """Note that another rank has been waited for in vain. Its collective keeps the group busy for good."""
+        if self.meeting is not None:
+            self.meeting.is_lost = True
+
     @staticmethod
     def of_group(group: Any = None, timeout_s: float = 300.0) -> Ranks:
         """Return the ranks of a process group; by default of the default group. All ranks call this together."""
@@ -127,6 +144,7 @@ class Ranks:
             host = _group_of(dist.get_process_group_ranks(group or dist.group.WORLD), "gloo", timeout_s)
         meeting = meeting_of(group)
         meeting.set_timeout(timeout_s)
+        meeting.is_lost = False
         ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting)
         ranks.together("infinity.initialize()")
         meeting.processes = ranks.of_all(this_process())
@@ -180,7 +198,7 @@ class Ranks:
         """
         if self.meeting is not None:
             with self.talking(what):
-                self.meeting.together(what, self.timeout_s)
+                self.meeting.together(what, self.patience_s)
 
     def all_gather(self, flat: torch.Tensor, pieces: Sequence[Piece], unit: str) -> list[Pending]:
         """Start to fill a unit's flat tensor with all ranks' pieces; `pieces` are this rank's."""

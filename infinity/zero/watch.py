@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from infinity.zero.ending import is_abandoned
+
 _PERIOD_S = 5.0  # between what is told
 _SILENT = 3  # periods without a word
 _WARN_S = 60.0  # of waiting, and at most a quarter of the timeout
@@ -74,7 +76,7 @@ class Watch:
         """End the thread, if it is not held up by a store that does not answer."""
         self._over.set()
         if self._thread is not None and self._owner == os.getpid():
-            self._thread.join(2 * _PERIOD_S)
+            self._thread.join(0 if is_abandoned() else 2 * _PERIOD_S)
 
     def _start(self) -> None:
         """A forked child has no thread, and gets its own when it waits for ranks itself."""

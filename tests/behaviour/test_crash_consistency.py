@@ -623,10 +623,14 @@ def test_closing_raises_what_kept_the_last_step_from_being_committed(tmp_path) -
 
 
 def test_an_error_that_ends_the_run_is_not_replaced_by_that_of_its_last_commit(tmp_path, caplog) -> None:
-    with pytest.raises(ValueError, match="the loop's own"), start(tmp_path) as engine:
-        engine.keep_with_steps(_fail)
-        train(engine, DATA[:1])
-        raise ValueError("the loop's own")
+    def loop() -> None:
+        with start(tmp_path) as engine:
+            engine.keep_with_steps(_fail)
+            train(engine, DATA[:1])
+            raise ValueError("the loop's own")
+
+    with pytest.raises(ValueError, match="the loop's own"):
+        loop()
     assert "the last step is not committed: no position" in caplog.text
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from infinity.errors import RankError
 from infinity.zero import meeting
 from infinity.zero.meeting import Meeting, this_process
-from infinity.zero.ranks import Ranks
+from infinity.zero.ranks import Pending, Ranks
 from infinity.zero.watch import Watch
 from tests.prepared import Child
 
@@ -77,11 +79,36 @@ def test_an_error_names_who_is_missing_however_long_the_cause_is_looked_for(quic
         watch.close()
 
 
+class _Silent:
+    """A store that does not answer."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.is_over = threading.Event(), threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.is_asked.set()
+        self.is_over.wait(60)
+        raise RuntimeError("gone")
+
+
+def test_a_process_that_has_given_up_its_ranks_does_not_wait_for_the_watch(quick, monkeypatch) -> None:
+    """It ends without its threads. The store may not answer this one before the process ends."""
+    monkeypatch.setattr("infinity.zero.ending._abandoned", [os.getpid()])
+    store = _Silent()
+    watch = Watch(store, 0, 2)
+    with watch.waiting("the all-gather of unit `a`"):
+        assert store.is_asked.wait(20)
+        monkeypatch.setattr("infinity.zero.watch._PERIOD_S", 5.0)
+        start_s = time.monotonic()
+        watch.close()
+        assert time.monotonic() - start_s < 5
+    store.is_over.set()
+
+
 def meeting_of_two(store: dist.Store, rank: int) -> Meeting:
     one = Meeting.__new__(Meeting)
-    one.__dict__.update(
-        _store=store, _rank=rank, _size=2, _passed=0, _gave_up=False, _told_s=-1.0, processes=[], watch=None
-    )
+    one.__dict__.update(_store=store, _rank=rank, _size=2, _passed=0, _gave_up=False, _told_s=-1.0)
+    one.__dict__.update(processes=[], watch=None, is_lost=False)
     return one
 
 
@@ -184,6 +211,35 @@ def test_a_rank_that_hangs_is_named_within_the_timeout_whatever_the_groups_own_i
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_after_a_rank_was_waited_for_in_vain_no_other_wait_takes_long(monkeypatch) -> None:
+    """The abort of a pass waits for its early all-gathers, a commit for the other ranks: each would take a timeout."""
+    monkeypatch.setattr("infinity.zero.ending._abandoned", [])
+    meeting = meeting_of_two(dist.HashStore(), 0)
+    meeting.watch = watch = Watch(dist.HashStore(), 0, 2)
+    ranks = Ranks(size=2, timeout_s=2.0, meeting=meeting)
+    try:
+        for least_s, most_s in [(1.5, 60.0), (0.0, 1.5)]:
+            start_s = time.monotonic()
+            with pytest.raises(RankError, match="the all-gather of unit `a` failed"):
+                Pending(ranks, "the all-gather of unit `a`", _Never()).wait()
+            assert least_s <= time.monotonic() - start_s < most_s
+    finally:
+        watch.close()
+
+
+class _Never:
+    """A collective to which another rank does not come. Like torch's, it has no timeout below a millisecond."""
+
+    def wait(self, timeout: timedelta) -> None:
+        milliseconds = timeout // timedelta(milliseconds=1)
+        assert milliseconds > 0, "this would wait without a limit"
+        time.sleep(milliseconds / 1000)
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
 
 
 def test_a_stopped_rank_that_has_the_store_does_not_hang_the_others() -> None:
