@@ -195,6 +195,7 @@ class Hooks:
                 self._names[id(param)] = info.name
                 if info.trainable:
                     self._watch_parameter(param, each, index)
+        self._uses_of = uses_of
         self._reads = ParameterReads(uses_of, lent, self)
         for point in partition.hook_points:
             self._watch_module(model.get_submodule(point.module_name), point)
@@ -300,6 +301,8 @@ class Hooks:
             if call.watches:
                 self._reads.end()
             self._listener.leave(tuple(map(_UNIT, call.units)), ends_forward=not running)
+            if not running:
+                self._refuse_views(output)
             if not torch.is_grad_enabled():
                 return
             if call.followed:
@@ -311,6 +314,17 @@ class Hooks:
             before, after = left_out(before), left_out(after)
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def _refuse_views(self, output: Any) -> None:
+        """Refuse a result that lies in the memory of a unit that is evicted: a later read would crash the process."""
+        for tensor in _tensors(output):
+            param = self._reads.parameter_of(tensor)
+            if param is not None and param != id(tensor) and self._uses_of[param].unit.offloaded:
+                raise InfinityError(
+                    f"the model returns a view of `{self._names[param]}` (or its detach() or data), whose memory is "
+                    "freed when its unit leaves memory: return a copy (clone()), or have parameters stay in memory "
+                    "(zero_optimization.stage 2)"
+                )
 
     def _tell_backward(self, outputs: Any, inputs: Any) -> None:
         """Report the start of any backward pass before it reaches a parameter."""

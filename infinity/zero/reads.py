@@ -116,7 +116,7 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
             used(result, (args, kwargs))
         # These results share the memory of an argument, but autograd does not treat them as views of it.
         if args and (name == "detach" or (name == "__get__" and func.__self__.__name__ == "data")):
-            self._shares[result] = self._parameter_of(args[0])
+            self._shares[result] = self.parameter_of(args[0])
         return result
 
     def _check_change(self, value: Any) -> None:
@@ -124,13 +124,13 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
             for item in value:
                 self._check_change(item)
         elif isinstance(value, torch.Tensor):
-            param = self._parameter_of(value)
+            param = self.parameter_of(value)
             if param is not None:
                 reader = self._reader()
                 assert reader is not None, "the watch goes on after its reader is gone"
                 reader.check_change(param, self._unit_of[param])
 
-    def _parameter_of(self, tensor: torch.Tensor) -> int | None:
+    def parameter_of(self, tensor: torch.Tensor) -> int | None:
         """Return the identity of the parameter in whose memory the tensor lies."""
         if id(tensor) in self._unit_of:
             return id(tensor)
@@ -146,7 +146,7 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
                 if id(value) in self._unit_of:
                     param: int | None = id(value)
                 else:
-                    param = self._parameter_of(value) if value._base is not None or self._shares else None
+                    param = self.parameter_of(value) if value._base is not None or self._shares else None
                 if param is not None and param not in self._lent:
                     unit = self._unit_of[param]
                     units[unit] = None

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.errors import InfinityError
 from infinity.integrations import full_fp32_values
 from infinity.tiers import SameMemory
 from tests.behaviour.ranks import run_ranks
@@ -360,3 +361,30 @@ def test_tying_modules_after_initialize_is_refused() -> None:
         model.transformer.h[0] = model.transformer.h[1]
         with pytest.raises(infinity.InfinityError, match=r"`transformer\.h\.0\.\S+` is another parameter than at"):
             loss_of(engine, ids)
+
+
+class _ReturnsWeight(torch.nn.Module):
+    """Returns what `share` makes of a weight beside its output."""
+
+    def __init__(self, share: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(), self.share(self.layers[1].weight)
+
+
+@pytest.mark.parametrize("share", [torch.Tensor.detach, torch.Tensor.t, lambda weight: weight.data.view(-1)])
+def test_a_model_that_returns_a_view_of_a_weight_is_refused(share, tmp_path) -> None:
+    """A read of it after the weight's eviction would end the process by SIGSEGV."""
+    config = Recipe().config(Placement("nvme", "nvme", tmp_path))
+    with infinity.initialize(model=_ReturnsWeight(share), config=config)[0] as engine:
+        with pytest.raises(InfinityError, match=r"returns a view of `layers\.1\.weight`"):
+            engine(torch.ones(2, 64))
+        engine.module.share = torch.clone
+        loss, copy = engine(torch.ones(2, 64))
+        engine.backward(loss + copy.mean())
+        engine.step()
