@@ -33,8 +33,9 @@ from infinity.checkpoint.stored import StoredReader, StoredTensor, TensorPart, c
 from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile
 from infinity.errors import CheckpointError, ConfigError
 from infinity.kernels import Dither
-from infinity.optim.formats import StateLayout, layout_with_moments, read_moments, write_moments
+from infinity.optim.formats import layout_with_moments, read_moments, write_moments
 from infinity.tiers import Sharding
+from infinity.tiers.state_layout import StateLayout
 from infinity.zero.partition import Alignment, ParamInfo, UnitLayout, lay_out_unit
 
 _CHUNK = 1 << 20  # elements; a multiple of every block of scales

@@ -23,7 +23,8 @@ from infinity.checkpoint.stored import StoredTensor, TensorPart
 from infinity.checkpoint.sums import BLOCK_BYTES, decode, encode
 from infinity.checkpoint.tensors import DTYPES
 from infinity.errors import CheckpointError, ConfigError
-from infinity.optim.formats import StateField, StateLayout, layout_with_moments
+from infinity.optim.formats import layout_with_moments
+from infinity.tiers.state_layout import StateField, StateLayout
 
 VERSION = 3
 _READ = (2, 3)  # in 2 a tensor is whole in one file, and has one checksum

@@ -29,7 +29,8 @@ from infinity.checkpoint.format import (
 from infinity.checkpoint.runs import Run
 from infinity.checkpoint.stored import StoredReader, StoredTensor, check_files, check_slices
 from infinity.errors import CheckpointError
-from infinity.optim.formats import StateLayout, write_master
+from infinity.optim.formats import write_master
+from infinity.tiers.state_layout import StateLayout
 from infinity.zero.build import Runtime
 from infinity.zero.partition import ParamPart, UnitLayout
 

@@ -12,7 +12,8 @@ from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.format import FROZEN_FIELD, MASTER, stored_fields, stored_shape
 from infinity.checkpoint.stored import StoredTensor, TensorPart
 from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile
-from infinity.optim.formats import StateField, StateLayout, read_master
+from infinity.optim.formats import read_master
+from infinity.tiers.state_layout import StateField, StateLayout
 from infinity.zero.build import Runtime
 from infinity.zero.partition import ParamInfo, ParamPart, UnitLayout
 

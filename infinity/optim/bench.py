@@ -17,7 +17,8 @@ import torch
 
 from infinity.kernels import Hyper, bare_loop, set_threads
 from infinity.memory import ALIGN_BYTES, Arena
-from infinity.optim.formats import StateLayout, init_states, state_layout, update
+from infinity.optim.formats import init_states, state_layout, update
+from infinity.tiers.state_layout import StateLayout
 
 ROOFLINE = "bare loop"
 TRIAD = "triad"

@@ -17,7 +17,6 @@ errors of the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -27,7 +26,6 @@ from infinity.kernels import (
     Aside,
     Dither,
     Lost,
-    Moment,
     Rule,
     join_master,
     load_moment,
@@ -38,100 +36,11 @@ from infinity.kernels import (
 )
 from infinity.kernels import can_recover as can_recover_flat
 from infinity.kernels import update as update_flat
-from infinity.memory import aligned
+from infinity.memory import Lease
+from infinity.tiers.state_layout import SCALES, StateField, StateLayout
+from infinity.tiers.states import Tile
 
 SHARD_ALIGN = 2048  # elements: 4096 bytes of 16-bit values
-
-_SCALES = "_scales"  # suffix of a moment's name
-
-
-@dataclass(frozen=True)
-class StateField:
-    """One field of the optimizer's state.
-
-    Attributes:
-        block: number of parameters that share one value.
-    """
-
-    name: str
-    dtype: torch.dtype
-    block: int = 1
-
-    def length(self, numel: int) -> int:
-        """Return the number of values for `numel` parameters."""
-        return -(-numel // self.block)
-
-
-@dataclass(frozen=True)
-class StateLayout:
-    """The fields of each parameter, and their order.
-
-    Attributes:
-        format: name of the format.
-        param_dtype: dtype of the parameter itself, which is stored separately.
-        fields: in the order in which a tile holds them.
-        master: name of the field that completes the parameter to the float32 master, or None if it is the master.
-        first: name of the signed moment, or None.
-        second: name of the moment that is never negative, or None.
-    """
-
-    format: str
-    param_dtype: torch.dtype
-    fields: tuple[StateField, ...]
-    master: str | None
-    first: str | None
-    second: str | None
-
-    @property
-    def bytes_per_param(self) -> int:
-        """Bytes of all fields for one element, rounded up; `tile_bytes` is exact."""
-        return sum(field.dtype.itemsize for field in self.fields if field.block == 1) + any(
-            field.block > 1 for field in self.fields
-        )
-
-    @property
-    def moment_fields(self) -> tuple[StateField, ...]:
-        """The fields that hold moments, including scales."""
-        return tuple(field for field in self.fields if field.name != self.master)
-
-    def tile_bytes(self, numel: int) -> int:
-        """Return the bytes of a tile of `numel` elements, with padding."""
-        return aligned(sum(field.length(numel) * field.dtype.itemsize for field in self.fields))
-
-    def views(self, buffer: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
-        """Return the fields of a tile of `numel` elements as 1-D views of its bytes.
-
-        Args:
-            buffer: 1-D uint8, at least as long as the fields.
-        """
-        views = {}
-        start = 0
-        for field in self.fields:
-            stop = start + field.length(numel) * field.dtype.itemsize
-            views[field.name] = buffer[start:stop].view(field.dtype)
-            start = stop
-        return views
-
-    def narrow(self, states: Mapping[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the fields of elements [start, stop) of a tile.
-
-        Raises:
-            ConfigError: the format scales its moments by blocks, and `start` is inside of a block.
-        """
-        narrowed = {}
-        for field in self.fields:
-            if start % field.block:
-                raise ConfigError(
-                    f"state format {self.format!r} scales moments by blocks of {field.block}, but parameters with "
-                    f"settings of their own start at element {start}: choose format 'split' or 'bf16'"
-                )
-            narrowed[field.name] = states[field.name][start // field.block : field.length(stop)]
-        return narrowed
-
-    def moment(self, states: Mapping[str, torch.Tensor], name: str | None) -> Moment | None:
-        """Return the moment of that name for the kernels; None for None."""
-        return None if name is None else Moment(states[name], states.get(name + _SCALES))
-
 
 # format: dtype of the parameter, field that completes it, dtype of the moments
 _FORMATS: dict[str, tuple[torch.dtype, StateField | None, torch.dtype]] = {
@@ -174,8 +83,38 @@ def layout_with_moments(name: str, first: str | None, second: str | None) -> Sta
     fields = [master] if master is not None else []
     fields += [StateField(moment, moment_dtype) for moment in moments]
     if moment_dtype == torch.uint8:
-        fields += [StateField(moment + _SCALES, torch.float32, SCALE_BLOCK) for moment in moments]
+        fields += [StateField(moment + SCALES, torch.float32, SCALE_BLOCK) for moment in moments]
     return StateLayout(name, param_dtype, tuple(fields), master.name if master else None, first, second)
+
+
+class TileFields:
+    """Views of tiles, created once for each place of a tile."""
+
+    def __init__(self, layout: StateLayout) -> None:
+        self._layout = layout
+        self._views: dict[tuple[Lease, int], dict[str, torch.Tensor]] = {}  # by lease and number of elements
+
+    def of(self, tile: Tile) -> dict[str, torch.Tensor]:
+        """Return the fields of a held tile; 1-D, by name."""
+        assert tile.lease is not None
+        return self.at(tile.lease, tile)
+
+    def at(self, place: Lease, tile: Tile) -> dict[str, torch.Tensor]:
+        """Return the fields of a tile in the memory of `place`."""
+        key = (place, tile.numel)
+        if key not in self._views:
+            buffer = place.tensor(torch.uint8, tile.nbytes)
+            self._views[key] = self._layout.views(buffer, tile.numel)
+        return self._views[key]
+
+    def part(self, fields: dict[str, torch.Tensor], tile: Tile, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return the fields of elements [start, stop) of the shard, which are in the tile."""
+        if stop - start == tile.numel:
+            return fields
+        return self._layout.narrow(fields, start - tile.start, stop - tile.start)
+
+    def clear(self) -> None:
+        self._views.clear()
 
 
 def init_states(

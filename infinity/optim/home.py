@@ -14,12 +14,13 @@ from infinity.io import IoOptions
 from infinity.kernels import Dither, Rule
 from infinity.memory import Arena
 from infinity.optim import formats
-from infinity.optim.formats import SHARD_ALIGN, StateLayout, state_layout
+from infinity.optim.formats import SHARD_ALIGN, state_layout
 from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
 from infinity.optim.pipeline import MOST_SLOTS, UpdatePipeline
 from infinity.schedule.placement import cut_into_tiles
 from infinity.telemetry import Counters
 from infinity.tiers import Memory
+from infinity.tiers.state_layout import StateLayout
 from infinity.tiers.states import StateStore
 from infinity.tiers.swap import open_swap
 

@@ -23,16 +23,16 @@ from infinity.errors import InfinityError
 from infinity.io.threads import start_thread
 from infinity.kernels import Dither, Rule, bind_this_thread
 from infinity.memory import Lease
-from infinity.optim.formats import StateLayout, update
+from infinity.optim.formats import TileFields, update
 from infinity.optim.jobs import UpdateJob, UpdateTicket, parts_of
 from infinity.optim.reading import Reading
 from infinity.optim.rollback import Rollback
-from infinity.optim.tile_fields import TileFields
 from infinity.optim.undo_log import Image, UndoLog
 from infinity.schedule.update_queue import UpdateQueue
 from infinity.telemetry import Counters, Waits
 from infinity.tiers.copies import Memory, Transfer
 from infinity.tiers.ring import Ring
+from infinity.tiers.state_layout import StateLayout
 from infinity.tiers.states import StateStore, Tile
 
 # At least four: one tile is read, one is updated, one is written, and one absorbs differences of the rates. Many small

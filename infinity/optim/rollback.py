@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from infinity.kernels import Lost, Rule
-from infinity.optim.formats import StateLayout, can_recover, can_recover_param, recover
+from infinity.optim.formats import TileFields, can_recover, can_recover_param, recover
 from infinity.optim.jobs import Segment, UpdateTicket, parts_of
-from infinity.optim.tile_fields import TileFields
 from infinity.optim.undo_log import Image, Room, UndoLog, image_bytes
 from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
+from infinity.tiers.state_layout import StateLayout
 from infinity.tiers.states import StateStore, Tile
 
 _MOST_LOST_PARAMS = 1 << 20  # each takes 10 bytes, which no budget accounts for

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.memory import ALIGN_BYTES, Arena, Lease, aligned
-from infinity.optim.formats import StateLayout
+from infinity.tiers.state_layout import StateLayout
 
 
 def image_bytes(layout: StateLayout, numel: int) -> int:

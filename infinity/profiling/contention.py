@@ -21,7 +21,8 @@ import torch
 
 from infinity.kernels import Hyper
 from infinity.memory import Arena
-from infinity.optim.formats import StateLayout, init_states, state_layout, update
+from infinity.optim.formats import init_states, state_layout, update
+from infinity.tiers.state_layout import StateLayout
 from infinity.zero.ranks import Ranks
 
 _ROUNDS = 2

@@ -4,7 +4,6 @@ from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.activations import ActivationStore
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.device_grads import DeviceGrads, DeviceSums
-from infinity.tiers.device_states import DeviceStates, Fields
 from infinity.tiers.grads import ARRIVING_UNITS, GradHomes, GradStore, UnitGrads
 from infinity.tiers.link import (
     AcceleratorLink,
@@ -20,6 +19,7 @@ from infinity.tiers.norms import Norms
 from infinity.tiers.params import Params
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
 from infinity.tiers.slots import Extent
+from infinity.tiers.state_layout import DeviceStates, Fields
 from infinity.tiers.states import StateStore
 from infinity.tiers.swap import SwapSpace, open_swap
 from infinity.tiers.unit_params import Device, FlatSpec, FrozenReader, Residency

@@ -15,8 +15,8 @@ from infinity.io import Priority
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers.copies import Copy, Field, Memory, Move, State, Transfer
-from infinity.tiers.device_states import DeviceStates, Fields
 from infinity.tiers.slots import Extent, SlotExtent
+from infinity.tiers.state_layout import DeviceStates, Fields
 from infinity.tiers.swap import SwapSpace
 
 

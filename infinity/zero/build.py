@@ -18,7 +18,6 @@ from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
 from infinity.kernels import cpus_near, share_threads
 from infinity.memory import Arena, Lease, Ledger, Level
-from infinity.optim.formats import StateLayout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.undo_log import UndoLog
 from infinity.schedule import Cycle, MemorySplit, split_memory
@@ -44,6 +43,7 @@ from infinity.tiers import (
     open_swap,
 )
 from infinity.tiers.run_files import RunFiles
+from infinity.tiers.state_layout import StateLayout
 from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.agreement import configuration_facts
 from infinity.zero.budgets import DeviceBudgets, agreed, cut_to_fit, device_budgets, fits, free_for_swap, host_capacity

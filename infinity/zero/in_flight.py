@@ -23,12 +23,12 @@ import torch
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.kernels import update_on_device
-from infinity.optim.formats import StateLayout
 from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.undo_log import Image
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import DeviceGrads, Fields, GradStore, Memory, Params, StateStore
+from infinity.tiers.state_layout import StateLayout
 from infinity.zero.unit import Ahead, OldParams, Unit
 
 FreeGradients = Callable[[Unit], bool]

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.optim.formats import StateLayout, init_states, read_master
+from infinity.optim.formats import init_states, read_master
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.tiers import Residency
+from infinity.tiers.state_layout import StateLayout
 from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.initial_values import InitialValues
 from infinity.zero.partition import Partition, UnitLayout

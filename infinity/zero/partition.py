@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.optim.formats import SHARD_ALIGN, StateLayout
+from infinity.optim.formats import SHARD_ALIGN
 from infinity.tiers import WHOLE, FileRun, Sharding, StoredTensor, lay_out_image, overlap
+from infinity.tiers.state_layout import StateLayout
 from infinity.zero.model_parts import has_numbers, local_part
 from infinity.zero.unit_modules import unit_modules
 

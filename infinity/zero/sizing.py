@@ -13,7 +13,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.kernels import Hyper
-from infinity.optim.formats import SHARD_ALIGN, StateLayout, can_recover, can_recover_param, state_layout
+from infinity.optim.formats import SHARD_ALIGN, can_recover, can_recover_param, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.optim.undo_log import image_bytes
 from infinity.schedule import MemoryNeeds
@@ -34,6 +34,7 @@ from infinity.schedule.placement import (
     rules_of,
 )
 from infinity.tiers import FlatSpec, Memory, StoredTensor
+from infinity.tiers.state_layout import StateLayout
 from infinity.zero.leaf_modules import called_leaves
 from infinity.zero.partition import IN_FILES, PERSISTENT, Alignment, Partition, UnitLayout, make_partition
 from infinity.zero.ranks import ALONE, Ranks

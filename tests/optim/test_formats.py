@@ -13,7 +13,8 @@ from infinity import kernels
 from infinity.errors import ConfigError
 from infinity.kernels import AdagradHyper, Dither, Hyper, LionHyper, Rule, SgdHyper
 from infinity.optim import formats
-from infinity.optim.formats import FORMATS, SHARD_ALIGN, StateLayout, state_layout
+from infinity.optim.formats import FORMATS, SHARD_ALIGN, state_layout
+from infinity.tiers.state_layout import StateLayout
 from tests.kernels.data import same_bits
 
 HYPERS: dict[str, Rule] = {
