@@ -15,8 +15,8 @@ from infinity.kernels import Dither, Rule
 from infinity.memory import Arena
 from infinity.optim import formats
 from infinity.optim.formats import SHARD_ALIGN, state_layout
-from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
 from infinity.optim.pipeline import MOST_SLOTS, UpdatePipeline
+from infinity.optim.ticket import Segment, UpdateTicket
 from infinity.schedule.placement import cut_into_tiles
 from infinity.telemetry import Counters
 from infinity.tiers import Memory
@@ -71,16 +71,17 @@ class StatesHome:
     def start_update(self, unit: int, parameter: torch.Tensor, gradient: torch.Tensor, rule: Rule) -> None:
         """Queue one update; the gradient must not change until `wait()`."""
         flat = _flat(parameter.detach())
-        job = UpdateJob(
+        ticket = UpdateTicket(
             unit,
             flat,
             _flat(gradient.detach()),
             segments=(Segment(0, flat.numel(), rule),),
-            ready=(),
+            missing=(),
             write=None,
             seed=rule.step << 24 | unit,
         )
-        self._pending.append((self._pipeline.submit(job), parameter, flat))
+        self._pipeline.submit(ticket)
+        self._pending.append((ticket, parameter, flat))
 
     def wait(self) -> None:
         """Block until every queued update is stored in its parameter. Raises StorageError if a read or write failed."""

@@ -24,9 +24,9 @@ from infinity.io.threads import start_thread
 from infinity.kernels import Dither, Rule, bind_this_thread
 from infinity.memory import Lease
 from infinity.optim.formats import TileFields, update
-from infinity.optim.jobs import UpdateJob, UpdateTicket, parts_of
 from infinity.optim.reading import Reading
 from infinity.optim.rollback import Rollback
+from infinity.optim.ticket import UpdateTicket, parts_of
 from infinity.optim.undo_log import Image, UndoLog
 from infinity.schedule.update_queue import UpdateQueue
 from infinity.telemetry import Counters, Waits
@@ -48,14 +48,14 @@ BeforeUpdate = Callable[[int, Tile, torch.Tensor, "dict[str, torch.Tensor]"], No
 
 
 class UpdatePipeline:
-    """Runs update jobs, see schedule/update_queue.py.
+    """Runs updates, see schedule/update_queue.py.
 
     Attributes:
         layout: of the states.
         waits: waiting times of the worker. A thread that waits for a ticket waits for them, too.
         rollback: the undo log.
-        before_update: called by the worker for every tile of a job before its update, in order; must not raise. May be
-            set only while no job is queued.
+        before_update: called by the worker for every tile before its update, in order; must not raise. May be
+            set only while no update is queued.
 
     Args:
         slots: of the ring, each as large as a full tile; empty if the home of every tile is host memory.
@@ -97,18 +97,17 @@ class UpdatePipeline:
             self._queue.expect(units)
             self._wake.notify()
 
-    def submit(self, job: UpdateJob) -> UpdateTicket:
-        """Queue a job; its tensors must stay valid until the ticket is finished."""
-        ticket = UpdateTicket(job, deque(self._tiles_of(job)), job.ready, recovers=job.reconstructs_grads)
+    def submit(self, ticket: UpdateTicket) -> None:
+        """Queue an update; its tensors must stay valid until it is finished."""
+        ticket.tiles.extend(self._tiles_of(ticket))
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
             self._queue.submit(ticket)
             self._wake.notify()
-        return ticket
 
-    def _tiles_of(self, job: UpdateJob) -> Iterator[Tile]:
-        return (tile for tile in self._states.tiles(job.unit) if job.tiles is None or tile.index in job.tiles)
+    def _tiles_of(self, ticket: UpdateTicket) -> Iterator[Tile]:
+        return (tile for tile in self._states.tiles(ticket.unit) if ticket.only is None or tile.index in ticket.only)
 
     def wait_computed(self, ticket: UpdateTicket, reached: Callable[[int], None] | None = None) -> None:
         """Raise this update to the highest priority and block until its new values are in memory.
@@ -117,7 +116,7 @@ class UpdatePipeline:
             reached: called from time to time with the first element that has not been updated yet.
 
         Raises:
-            StorageError: a read of this job failed.
+            StorageError: a read of this update failed.
         """
         if not ticket.computed.done():
             with self._wake:
@@ -177,7 +176,7 @@ class UpdatePipeline:
 
         def errand() -> None:
             for ticket in tickets:
-                for tile in self._tiles_of(ticket.job):
+                for tile in self._tiles_of(ticket):
                     self.rollback.roll_back(ticket, tile)
 
         self._send(errand)
@@ -194,7 +193,7 @@ class UpdatePipeline:
         """
 
         def errand() -> None:
-            updated = [tile for tile in self._tiles_of(ticket.job) if tile not in ticket.tiles]
+            updated = [tile for tile in self._tiles_of(ticket) if tile not in ticket.tiles]
             self.rollback.recover(ticket, updated, grad, param)
 
         self._send(errand)
@@ -222,7 +221,7 @@ class UpdatePipeline:
     def tiles(
         self, unit: int, *, writable: bool, fresh: bool = False
     ) -> Iterator[tuple[Tile, dict[str, torch.Tensor]]]:
-        """Visit a unit's optimizer states tile by tile while no job is queued.
+        """Visit a unit's optimizer states tile by tile while no update is queued.
 
         Args:
             writable: store the visitor's changes of the tensors when the iteration continues.
@@ -250,7 +249,7 @@ class UpdatePipeline:
             write.result()
 
     def move_states(self, unit: int, *, there: bool) -> None:
-        """Make the device, or the host and NVMe, the home of the unit's states, while no job is queued.
+        """Make the device, or the host and NVMe, the home of the unit's states, while no update is queued.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for them; their home does not change.
@@ -270,7 +269,7 @@ class UpdatePipeline:
         self._states.units[unit].note_homes()
 
     def take_over(self) -> None:
-        """Load all states that an earlier process left on NVMe; no job may be queued.
+        """Load all states that an earlier process left on NVMe; no update may be queued.
 
         Raises:
             StorageError: they cannot be read.
@@ -287,7 +286,7 @@ class UpdatePipeline:
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """Finish queued jobs and stop the worker."""
+        """Finish queued updates and stop the worker."""
         self._stop()
         atexit.unregister(self._leave)
         self._ring.clear()
@@ -295,7 +294,7 @@ class UpdatePipeline:
         self._fields.clear()
 
     def _leave(self) -> None:
-        """At exit, stop the worker after its present tile; queued jobs fail.
+        """At exit, stop the worker after its present tile; queued updates fail.
 
         A thread that returns from native code after the interpreter has ended would end the process with SIGABRT.
         """
@@ -405,23 +404,21 @@ class UpdatePipeline:
             self._wake.notify_all()
 
     def _update(self, ticket: UpdateTicket, tile: Tile) -> None:
-        job = ticket.job
         self._ring.hold(tile)
         try:
             if self.before_update is not None:
-                self.before_update(job.unit, tile, job.param, self._fields.of(tile))
+                self.before_update(ticket.unit, tile, ticket.param, self._fields.of(tile))
             touched = self._compute(ticket, tile)
         finally:
             write = self._ring.release(tile)
         if write is not None:
             ticket.writes.append(write)
-        if touched and job.write is not None and (write := job.write(tile.start, tile.numel)) is not None:
+        if touched and ticket.write is not None and (write := ticket.write(tile.start, tile.numel)) is not None:
             ticket.writes.append(write)
 
     def _compute(self, ticket: UpdateTicket, tile: Tile) -> bool:
-        """Update the parts of a tile that the job's segments cover. Return False if there are none."""
-        job = ticket.job
-        parts = list(parts_of(job, tile))
+        """Update the parts of a tile that the update's segments cover. Return False if there are none."""
+        parts = list(parts_of(ticket, tile))
         if not parts:
             return False
         begun_s = time.perf_counter()
@@ -431,16 +428,16 @@ class UpdatePipeline:
         if image is not None:
             self.rollback.end_keeping(ticket, tile, image)
         tile.end_write(_HOST)
-        self._counters.updated(job.unit, tile.nbytes, begun_s)
+        self._counters.updated(ticket.unit, tile.nbytes, begun_s)
         return True
 
     def _apply(
         self, ticket: UpdateTicket, tile: Tile, parts: Sequence[tuple[int, int, Rule]], image: Image | None
     ) -> None:
-        job, fields = ticket.job, self._fields.of(tile)
+        fields = self._fields.of(tile)
         old_param = new_fields = None
         if image is not None:
-            old_param = image.old_param(job.param.dtype, tile.numel)
+            old_param = image.old_param(ticket.param.dtype, tile.numel)
             if image.fields is not None:
                 new_fields = self._fields.at(image.fields, tile)
                 if sum(stop - start for start, stop, _ in parts) < tile.numel:
@@ -454,14 +451,14 @@ class UpdatePipeline:
             )
             lost = update(
                 self.layout,
-                job.param[start:stop],
+                ticket.param[start:stop],
                 self._fields.part(fields, tile, start, stop),
-                job.grad[start:stop],
+                ticket.grad[start:stop],
                 rule,
-                Dither(job.seed, job.first + start),
+                Dither(ticket.seed, ticket.first + start),
                 old_values if image is not None else None,
-                recoverably=job.reconstructs_grads or job.reconstructs_param,
-                params=job.reconstructs_param,
+                recoverably=ticket.reconstructs_grads or ticket.reconstructs_param,
+                params=ticket.reconstructs_param,
             )
             if lost is not None:
                 self.rollback.note_lost(ticket, start, lost)

@@ -14,7 +14,7 @@ import torch
 
 from infinity.kernels import Lost, Rule
 from infinity.optim.formats import TileFields, can_recover, can_recover_param, recover
-from infinity.optim.jobs import Segment, UpdateTicket, parts_of
+from infinity.optim.ticket import Segment, UpdateTicket, parts_of
 from infinity.optim.undo_log import Image, Room, UndoLog, image_bytes
 from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
@@ -72,7 +72,7 @@ class Rollback:
         """
         tiles = self._states.tiles(unit)
         with self._lock:
-            room = self.log.room(image for ticket in without for image in ticket.job.before.values())
+            room = self.log.room(image for ticket in without for image in ticket.before.values())
             reversible = frozenset(tile.index for tile in tiles if self._is_reversible(tile, room, param=param))
         return reversible if not param or len(reversible) == len(tiles) else frozenset()
 
@@ -111,7 +111,7 @@ class Rollback:
         with self._lock:
             ticket.keeps = False
             self._lost_params -= ticket.remainder.forget_params()
-            for index, image in ticket.job.before.items():
+            for index, image in ticket.before.items():
                 if ticket.under_way is None or ticket.under_way.index != index:  # the worker frees that one
                     self.log.give_back(image)
 
@@ -119,8 +119,8 @@ class Rollback:
     def params_before(ticket: UpdateTicket) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the start of each piece of a shard's parameters that an update has changed, with the old values."""
         for tile in ticket.kept:
-            before = ticket.job.before[tile.index].old_param(ticket.job.param.dtype, tile.numel)
-            for start, stop, _ in parts_of(ticket.job, tile):
+            before = ticket.before[tile.index].old_param(ticket.param.dtype, tile.numel)
+            for start, stop, _ in parts_of(ticket, tile):
                 if before is not None:
                     yield start, before[start - tile.start : stop - tile.start]
 
@@ -128,10 +128,10 @@ class Rollback:
 
     def begin_keeping(self, ticket: UpdateTicket, tile: Tile) -> Image | None:
         """Return the image for the old values of a tile; None if they are not needed."""
-        if not ticket.job.before:
+        if not ticket.before:
             return None
         with self._lock:
-            image = ticket.job.before.get(tile.index) if ticket.keeps else None
+            image = ticket.before.get(tile.index) if ticket.keeps else None
             if image is not None:
                 self.log.take(image)
                 ticket.under_way = tile
@@ -150,22 +150,22 @@ class Rollback:
 
     def note_lost(self, ticket: UpdateTicket, start: int, lost: Lost) -> None:
         """Keep the elements, counted from `start`, that cannot be reconstructed from the states."""
-        job, remainder = ticket.job, ticket.remainder
+        remainder = ticket.remainder
         if lost.grads is None:
             ticket.recovers = False
             remainder.forget_grads()
         elif ticket.recovers:
-            remainder.keep_grads(lost.grads, start, job.grad)
+            remainder.keep_grads(lost.grads, start, ticket.grad)
         with self._lock:
             if ticket.keeps:
-                remainder.keep_params(lost.params, start, lost.param_bits, job.param.dtype)
+                remainder.keep_params(lost.params, start, lost.param_bits, ticket.param.dtype)
                 self._lost_params += len(lost.params)
 
     # Called by the worker, between two tiles #
 
     def roll_back(self, ticket: UpdateTicket, tile: Tile) -> None:
         """Restore the states of a tile, if the update has reached it."""
-        image = ticket.job.before.get(tile.index)
+        image = ticket.before.get(tile.index)
         if image is None or not image.fields_bytes:
             self._ring.roll_back(tile)
         elif tile in ticket.kept:
@@ -177,7 +177,7 @@ class Rollback:
     ) -> None:
         """Reconstruct the old values of the updated tiles; the tensors cover the whole shard."""
         for tile in tiles:
-            parts = list(parts_of(ticket.job, tile))
+            parts = list(parts_of(ticket, tile))
             if parts:
                 self._recover_tile(tile, parts, grad, param)
         ticket.remainder.put(grad, param)

@@ -88,7 +88,7 @@ class Arrival:
         self.open = False
         for copy, _ in reversed(tuple(self._copies)):  # once the last one has ended, all have
             copy.result()
-        self._copies = deque()  # the worker's job keeps this object, which must not keep the device's memory
+        self._copies = deque()  # the update's ticket keeps this object, which must not keep the device's memory
 
     def times(self) -> Times | None:
         return None

@@ -28,8 +28,8 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.io import Priority
-from infinity.optim.jobs import Segment
 from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.ticket import Segment
 from infinity.schedule import Cycle
 from infinity.schedule.actions import (
     Action,

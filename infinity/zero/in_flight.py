@@ -23,8 +23,8 @@ import torch
 
 from infinity.errors import CapacityError, InfinityError
 from infinity.kernels import update_on_device
-from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket
 from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.ticket import Segment, UpdateTicket
 from infinity.optim.undo_log import Image
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import DeviceGrads, Fields, GradStore, Memory, Params, StateStore
@@ -150,23 +150,23 @@ class InFlight:
         touching = self._params.begin_update(params)
         spec = params.spec
         trained = spec.trainable_numel // spec.sharding.count
-        job = UpdateJob(
+        ticket = UpdateTicket(
             unit=unit,
             param=params.shard[:trained],
             grad=grad,
             segments=segments,
-            ready=(*touching, *arriving),
+            missing=(*touching, *arriving),
             write=params.write if write else None,
             # For equal bits, the seed depends on neither placement nor resume. A rank's shard may be only padding.
             seed=segments[0].rule.step << 24 | unit if segments else 0,
             first=spec.sharding.rank * trained,
             needed=needed,
-            tiles=tiles,
+            only=tiles,
             before=before or {},
             reconstructs_grads=reconstructs_grads,
             reconstructs_param=reconstructs_param,
         )
-        ticket = self._pipeline.submit(job)
+        self._pipeline.submit(ticket)
         ticket.computed.add_done_callback(partial(_note_ended, self._ended, unit))
         written = params.write_through(ticket) if write else None
         reconstructable = self._pipeline.rollback.can_recover_param(segments, self._grads.dtype)
@@ -211,7 +211,7 @@ class InFlight:
             for row in self.speculative
             if row.ticket is not None and row.ahead is not None and row.ahead.old_params is OldParams.IMAGES
         ]
-        return sorted((pair for pair in found if pair[1].job.needed > needed), key=lambda pair: pair[1].job.needed)
+        return sorted((pair for pair in found if pair[1].needed > needed), key=lambda pair: pair[1].needed)
 
     def _withdraw(self, row: Unit, ticket: UpdateTicket) -> None:
         """Cancel a speculative update, unless the worker has chosen it already."""

@@ -21,7 +21,7 @@ from typing import NoReturn, TypeAlias
 import torch
 
 from infinity.kernels import GradStats
-from infinity.optim.jobs import Segment, UpdateTicket
+from infinity.optim.ticket import Segment, UpdateTicket
 from infinity.schedule.unit_state import UnitState
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Field, GradStore, Memory, Move, Residency, Transfer, UnitGrads

@@ -21,8 +21,8 @@ import torch
 
 from infinity.errors import CapacityError, InfinityError, NonFiniteError
 from infinity.kernels import Rule
-from infinity.optim.jobs import Segment
 from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.ticket import Segment
 from infinity.tiers import Sharding, overlap
 from infinity.zero.executor import Executor
 from infinity.zero.foresight import Foresight

@@ -102,11 +102,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
         action(Params, "evict", lambda _, each: f"evict {name(each.index)}")
         action(Gathering, "_start", lambda _, row, __: f"gather {name(row.index)}")
         action(UnitParams, "write_home", lambda params: f"write {name(params.index)}")
-        action(UpdatePipeline, "submit", lambda _, job: _submission(name, job))
-        action(UpdatePipeline, "_update", lambda _, ticket, tile: f"tile {name(ticket.job.unit)}/{tile.index}")
+        action(UpdatePipeline, "submit", lambda _, ticket: _submission(name, ticket))
+        action(UpdatePipeline, "_update", lambda _, ticket, tile: f"tile {name(ticket.unit)}/{tile.index}")
         action(UpdatePipeline, "expect", lambda _, units: f"expect {names(units)}" if units else None)
         action(InFlight, "update_on_device", lambda _, row: f"update on the device {name(row.index)}")
-        after(UpdatePipeline, "withdraw", lambda _, ticket: f"withdraw {name(ticket.job.unit)}")
+        after(UpdatePipeline, "withdraw", lambda _, ticket: f"withdraw {name(ticket.unit)}")
         action(InFlight, "commit", lambda _, row: f"commit {name(row.index)}")
         action(
             InFlight,
@@ -124,10 +124,10 @@ def recording(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _submission(name: Callable[[int], str], job: Any) -> str:
-    tiles = "" if job.tiles is None else f" tiles {min(job.tiles, default='-')}-{max(job.tiles, default='-')}"
+def _submission(name: Callable[[int], str], ticket: Any) -> str:
+    tiles = "" if ticket.only is None else f" tiles {min(ticket.only, default='-')}-{max(ticket.only, default='-')}"
     return (
-        f"submit {name(job.unit)} ({job.grad.nbytes}){tiles}{', written' if job.write else ''}"
-        f"{', needed ' + str(job.needed) if job.needed >= 0 else ', needed now'}"
-        f"{', may be undone' if job.before or job.reconstructs_grads or job.reconstructs_param else ''}"
+        f"submit {name(ticket.unit)} ({ticket.grad.nbytes}){tiles}{', written' if ticket.write else ''}"
+        f"{', needed ' + str(ticket.needed) if ticket.needed >= 0 else ', needed now'}"
+        f"{', may be undone' if ticket.before or ticket.reconstructs_grads or ticket.reconstructs_param else ''}"
     )

@@ -16,8 +16,8 @@ import pytest
 
 from infinity.io.interface import IoFuture
 from infinity.optim import pipeline as pipeline_module
-from infinity.optim.jobs import UpdateJob, UpdateTicket
 from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.ticket import UpdateTicket
 from infinity.tiers.grads import Arrival
 from infinity.tiers.link import _EventToken
 from infinity.zero import build, in_flight
@@ -87,11 +87,10 @@ class _Inline(UpdatePipeline):
             assert ticket is not None
             self._advance(ticket)
 
-    def submit(self, job: UpdateJob) -> UpdateTicket:
-        ticket = super().submit(job)
+    def submit(self, ticket: UpdateTicket) -> None:
+        super().submit(ticket)
         if self.world == "prompt":
             self.work(lambda: False)
-        return ticket
 
     def wait_computed(self, ticket: UpdateTicket, reached: Callable[[int], None] | None = None) -> None:
         self._queue.hurry(ticket)

@@ -19,8 +19,8 @@ import infinity
 from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
-from infinity.optim.jobs import UpdateTicket
 from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.ticket import UpdateTicket
 from infinity.planner import plan_training
 from infinity.tiers.run_files import kept_files, read_record
 from infinity.tiers.states import Tile

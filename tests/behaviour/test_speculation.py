@@ -277,7 +277,7 @@ def withdrawn(monkeypatch) -> list[int]:
 
     def told(self: pipeline.UpdatePipeline, ticket: pipeline.UpdateTicket) -> bool:
         done = withdraw(self, ticket)
-        units.extend([ticket.job.unit] * done)
+        units.extend([ticket.unit] * done)
         return done
 
     monkeypatch.setattr(pipeline.UpdatePipeline, "withdraw", told)

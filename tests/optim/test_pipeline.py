@@ -20,8 +20,8 @@ from infinity.io import IoFuture, IoOptions, Priority, Span
 from infinity.kernels import Hyper
 from infinity.memory import Arena
 from infinity.optim.formats import SHARD_ALIGN, state_layout
-from infinity.optim.jobs import Segment, UpdateJob, UpdateTicket, WriteParams
 from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.ticket import Segment, UpdateTicket, WriteParams
 from infinity.schedule.placement import resident_tiles
 from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers import Extent, Memory, Move, StateStore, SwapSpace, open_swap
@@ -44,10 +44,11 @@ class Stage(NamedTuple):
 
     def submit(self, unit: int, needed: int, *ready: Move, write: WriteParams | None = None) -> UpdateTicket:
         segments = (Segment(0, NUMEL, Hyper(0.1, 0.9, 0.999, 1e-8, 0.0, 1, decoupled=True)),)
-        job = UpdateJob(
+        ticket = UpdateTicket(
             unit, torch.ones(NUMEL), torch.ones(NUMEL), segments, ready, write or self._note(unit), needed=needed
         )
-        return self.pipeline.submit(job)
+        self.pipeline.submit(ticket)
+        return ticket
 
     def _note(self, unit: int) -> WriteParams:
         return lambda start, numel: self.updated.append(unit)

@@ -1,4 +1,4 @@
-"""Jobs of the optimizer pipeline: the update of one unit, and its progress."""
+"""The update of one unit in the optimizer pipeline, and its progress."""
 
 from __future__ import annotations
 
@@ -27,25 +27,35 @@ class Segment:
     rule: Rule
 
 
-@dataclass(frozen=True)
-class UpdateJob:
-    """One unit's update.
+@dataclass(eq=False)
+class UpdateTicket:
+    """One unit's update, and its progress.
 
     Attributes:
         unit: index of the unit.
         param: the shard's trainable elements in compute dtype, in host memory; updated in place.
         grad: gradients, same length.
         segments: elements to update, with their rules; other elements do not change.
-        ready: moves that `param` and `grad` must wait for.
+        missing: moves that the update must still wait for, of `param` and `grad`.
         write: starts writing the updated parameters of a tile home; None if they stay in memory.
         seed: of this update's stochastic rounding.
         first: position of the shard's first element in the unit, so that shards of several ranks round differently.
         needed: when the unit is needed next; the lowest goes first among updates that no thread waits for.
-        tiles: indices of the tiles to update; None for all.
+        only: indices of the tiles to update; None for all.
         before: undo log, by index of the tile.
         reconstructs_grads: the gradients can be reconstructed and are not kept for a rollback, see
             [Note: lost gradients] in csrc/adam/recovery.h.
         reconstructs_param: likewise the parameters.
+        tiles: tiles that are not updated yet, in order.
+        awaited: a thread waits for this update.
+        chosen: the worker has chosen it, and may be updating a tile of it.
+        begun: a tile has been updated.
+        keeps: the old values may still be needed.
+        kept: tiles whose old values are in `before`.
+        under_way: the tile that is being updated, if `before` has room for it.
+        reached: all elements before this one have been updated.
+        computed: resolves when the new values are in memory; `writes` may still be in flight.
+        recovers: gradients of updated tiles can be reconstructed from the old states, the new states and `remainder`.
     """
 
     unit: int
@@ -53,56 +63,30 @@ class UpdateJob:
     param: torch.Tensor = field(repr=False)
     grad: torch.Tensor = field(repr=False)
     segments: tuple[Segment, ...]
-    ready: tuple[Move, ...]
+    missing: tuple[Move, ...]
     write: WriteParams | None
     seed: int = 0
     first: int = 0
     needed: int = 0
-    tiles: frozenset[int] | None = None
+    only: frozenset[int] | None = None
     before: Mapping[int, Image] = field(default_factory=dict)
     reconstructs_grads: bool = False
     reconstructs_param: bool = False
+    tiles: deque[Tile] = field(init=False, default_factory=deque)
+    awaited: bool = field(init=False, default=False)
+    chosen: bool = field(init=False, default=False)
+    begun: bool = field(init=False, default=False)
+    keeps: bool = field(init=False, default=True)
+    kept: list[Tile] = field(init=False, default_factory=list)
+    under_way: Tile | None = field(init=False, default=None)
+    reached: int = field(init=False, default=0)
+    computed: Future[None] = field(init=False, default_factory=Future)
+    writes: list[Transfer] = field(init=False, default_factory=list)
+    recovers: bool = field(init=False)
+    remainder: Remainder = field(init=False, default_factory=Remainder)
 
-
-@dataclass(eq=False)
-class UpdateTicket:
-    """Progress of one job. `computed` resolves when the new values are in memory; writes may still be in flight.
-
-    Attributes:
-        tiles: tiles that are not updated yet, in order.
-        missing: moves that the update must still wait for.
-        awaited: a thread waits for this update.
-        chosen: the worker has chosen it, and may be updating a tile of it.
-        begun: a tile has been updated.
-        keeps: the old values may still be needed.
-        kept: tiles whose old values are in `job.before`.
-        under_way: the tile that is being updated, if `job.before` has room for it.
-        reached: all elements before this one have been updated.
-        recovers: gradients of updated tiles can be reconstructed from the old states, the new states and `remainder`.
-    """
-
-    job: UpdateJob
-    tiles: deque[Tile]
-    missing: tuple[Move, ...]
-    awaited: bool = False
-    chosen: bool = False
-    begun: bool = False
-    keeps: bool = True
-    kept: list[Tile] = field(default_factory=list)
-    under_way: Tile | None = None
-    reached: int = 0
-    computed: Future[None] = field(default_factory=Future)
-    writes: list[Transfer] = field(default_factory=list)
-    recovers: bool = False
-    remainder: Remainder = field(default_factory=Remainder)
-
-    @property
-    def unit(self) -> int:
-        return self.job.unit
-
-    @property
-    def needed(self) -> int:
-        return self.job.needed
+    def __post_init__(self) -> None:
+        self.recovers = self.reconstructs_grads
 
     def has_inputs(self) -> bool:
         """Whether the parameters and gradients have come."""
@@ -115,15 +99,15 @@ class UpdateTicket:
         return None
 
     def result(self) -> None:
-        """Block until everything is computed and written. Raises StorageError if a read or write of this job failed."""
+        """Block until everything is computed and written. Raises StorageError if a read or write of it failed."""
         self.computed.result()
         for write in self.writes:
             write.result()
 
 
-def parts_of(job: UpdateJob, tile: Tile) -> Iterator[tuple[int, int, Rule]]:
-    """Yield (start, stop, rule) of each part of a tile that the job updates; positions are in the shard."""
-    for segment in job.segments:
+def parts_of(ticket: UpdateTicket, tile: Tile) -> Iterator[tuple[int, int, Rule]]:
+    """Yield (start, stop, rule) of each part of a tile that the ticket updates; positions are in the shard."""
+    for segment in ticket.segments:
         start, stop = max(segment.start, tile.start), min(segment.stop, tile.start + tile.numel)
         if start < stop:
             yield start, stop, segment.rule
