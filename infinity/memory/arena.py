@@ -28,42 +28,33 @@ class FreeList:
     """The free ranges of `[0, capacity)`: best fit, neighbours are merged. Pure."""
 
     def __init__(self, capacity: int) -> None:
-        self._starts: list[int] = [0] if capacity else []
-        self._sizes: list[int] = [capacity] if capacity else []
+        self._holes = [(0, capacity)] if capacity else []  # (start, size), in the order of their starts
 
     def take(self, size: int, *, at_end: bool = False) -> int | None:
         """Take `size` at the start or end of the smallest hole that fits. Return its offset; None if no hole fits."""
-        best = None
-        for index, hole in enumerate(self._sizes):
-            if hole >= size and (best is None or hole < self._sizes[best]):
-                best = index
-        if best is None:
+        large = ((hole, index) for index, (_, hole) in enumerate(self._holes) if hole >= size)
+        hole, index = min(large, default=(0, None))
+        if index is None:
             return None
-        start = self._starts[best]
-        if self._sizes[best] == size:
-            del self._starts[best], self._sizes[best]
-            return start
-        self._sizes[best] -= size
-        if at_end:
-            return start + self._sizes[best]
-        self._starts[best] += size
-        return start
+        start, _ = self._holes.pop(index)
+        left = hole - size
+        if left:
+            self._holes.insert(index, (start if at_end else start + size, left))
+        return start + left if at_end else start
 
     def give(self, start: int, size: int) -> None:
         """Return a range that `take` returned."""
-        index = bisect.bisect_left(self._starts, start)
-        if index < len(self._starts) and start + size == self._starts[index]:
-            size += self._sizes[index]
-            del self._starts[index], self._sizes[index]
-        if index and self._starts[index - 1] + self._sizes[index - 1] == start:
-            self._sizes[index - 1] += size
-        else:
-            self._starts.insert(index, start)
-            self._sizes.insert(index, size)
+        index = bisect.bisect_left(self._holes, (start, 0))
+        if index < len(self._holes) and start + size == self._holes[index][0]:
+            size += self._holes.pop(index)[1]
+        if index and sum(self._holes[index - 1]) == start:
+            start, before = self._holes.pop(index - 1)
+            index, size = index - 1, size + before
+        self._holes.insert(index, (start, size))
 
     @property
     def largest(self) -> int:
-        return max(self._sizes, default=0)
+        return max((size for _, size in self._holes), default=0)
 
 
 class Arena:
