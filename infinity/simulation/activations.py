@@ -165,7 +165,7 @@ class _Store(ActivationStore):
 
     def _leave_arena(self, entry: _Entry) -> None:
         failed = sys.exc_info()[0] is not None
-        for other in takewhile(lambda other: other is not entry, () if failed else self._here._entries):
+        for other in takewhile(lambda other: other is not entry, () if failed else self._here):
             if other.is_newest(Memory.HOST) and other.is_newest(Memory.NVME) and not other.moves():
                 violate("order", "a saved tensor leaves memory that is needed before one that stays")
         super()._leave_arena(entry)

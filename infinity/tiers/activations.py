@@ -66,8 +66,9 @@ class ActivationStore:
         self._downloads: deque[tuple[_Entry, Move]] = deque()  # in flight, in their order
         self._largest_bytes = 0
         self._ahead_bytes = 0  # bytes on the device ahead of their use
-        self._here = _ByNeed()  # entries with memory in the arena
-        self._away = _ByNeed()  # entries without
+        # In the reverse of the order in which backward needs them:
+        self._here: list[_Entry] = []  # entries with memory in the arena
+        self._away: list[_Entry] = []  # entries without
         self._dropped: deque[_Entry] = deque()  # freed by autograd; filled from any thread
         self._leaving: list[_Entry] = []  # freed by autograd, with a move in flight
 
@@ -130,7 +131,7 @@ class ActivationStore:
         download = self._link.download(entry.view(), tensor)
         self._downloads.append((entry, entry.begin_move(_DEVICE, _HOST, download, StallCause.HOST_LINK)))
         self._counters.moved("device_to_host", entry.nbytes, download, field="activations")
-        self._here.add(entry)
+        insort(self._here, entry)
         self._poll()
         return _Packed(tensor, entry, self._dropped)
 
@@ -178,7 +179,7 @@ class ActivationStore:
 
     def _upload_ahead(self, used: _Entry) -> None:
         """Start the uploads of the tensors that backward needs next, see [Note: uploads ahead]."""
-        for entry in self._here.after(used):
+        for entry in _after(self._here, used):
             fits = self._ahead_bytes + entry.nbytes <= _AHEAD * self._largest_bytes
             if entry.source is not None or not fits:
                 return
@@ -257,15 +258,15 @@ class ActivationStore:
                 self._leave_arena(entry)  # it could not be read
 
     def _leave_arena(self, entry: _Entry) -> None:
-        self._here.remove(entry)
-        self._away.add(entry)
+        _remove(self._here, entry)
+        insort(self._away, entry)
         entry.free()
 
     def _poll(self) -> None:
         """Process transfers that have ended: start writes, and free tensors that autograd has dropped."""
         while self._dropped:
             entry = self._dropped.popleft()
-            (self._here if entry.lease is not None else self._away).remove(entry)
+            _remove(self._here if entry.lease is not None else self._away, entry)
             self._take_ahead(entry)
             entry.consume()
             self._leaving.append(entry)
@@ -298,42 +299,18 @@ class ActivationStore:
         assert entry.place is not None
         read = self._files.read(entry.place, lease.span(), priority)
         entry.begin_move(_NVME, _HOST, read, StallCause.DISK_READ)
-        self._away.remove(entry)
+        _remove(self._away, entry)
         entry.lease = lease
-        self._here.add(entry)
+        insort(self._here, entry)
         self._counters.moved("nvme_read", lease.nbytes, read, field="activations")
 
     def _read_ahead(self, used: _Entry) -> None:
         """Read the entries that backward needs after this one into free room."""
-        while (entry := next(self._away.after(used), None)) is not None:
+        while (entry := next(_after(self._away, used), None)) is not None:
             lease = self._arena.try_lease(aligned(entry.nbytes))
             if lease is None:
                 return
             self._read(entry, Priority.PREFETCH, lease)
-
-
-class _ByNeed:
-    """Entries in the reverse of the order in which backward needs them."""
-
-    def __init__(self) -> None:
-        self._entries: list[_Entry] = []
-
-    def __iter__(self) -> Iterator[_Entry]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(self, entry: _Entry) -> None:
-        insort(self._entries, entry)
-
-    def remove(self, entry: _Entry) -> None:
-        del self._entries[bisect_left(self._entries, entry)]
-
-    def after(self, entry: _Entry) -> Iterator[_Entry]:
-        """Yield the entries that backward needs after this one, which may be elsewhere, in its order."""
-        for index in range(bisect_left(self._entries, entry) - 1, -1, -1):
-            yield self._entries[index]
 
 
 class _Packed:
@@ -407,6 +384,16 @@ class _Entry(Field):
         if self.lease is not None:
             self.lease.release()
             self.lease = None
+
+
+def _remove(entries: list[_Entry], entry: _Entry) -> None:
+    del entries[bisect_left(entries, entry)]
+
+
+def _after(entries: list[_Entry], entry: _Entry) -> Iterator[_Entry]:
+    """Yield the entries that backward needs after this one, which may be elsewhere, in its order."""
+    for index in range(bisect_left(entries, entry) - 1, -1, -1):
+        yield entries[index]
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:

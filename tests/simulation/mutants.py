@@ -48,7 +48,7 @@ from infinity.simulation.run import simulate
 from infinity.simulation.worker import Worker
 from infinity.tiers import Residency
 from infinity.tiers import activations as activations_module
-from infinity.tiers.activations import ActivationStore, _ByNeed, _Entry
+from infinity.tiers.activations import ActivationStore, _Entry
 from infinity.tiers.copies import Memory, State
 from infinity.tiers.grads import GradStore, UnitGrads
 from infinity.tiers.ring import Ring
@@ -221,10 +221,6 @@ def _nothing(*_: object, **__: object) -> Iterator[Any]:
 
 def _none(*_: object, **__: object) -> None:
     pass
-
-
-def _reversed(self: _ByNeed) -> Iterator[_Entry]:
-    return iter(self._entries[::-1])
 
 
 # Parameters #
@@ -464,7 +460,16 @@ def _abort_keeps_gradients(original: Any, self: Rank, *, backward: bool) -> None
 _add("turns_not_taken", "the store is not told whose turn it is", (ActivationStore, "take_turn", _none))
 _add("saved_freed_early", "a saved tensor is freed while it is copied", (_Entry, "has_left", lambda self: True))
 _add("uploads_unbounded", "any number of tensors is uploaded ahead", (activations_module, "_AHEAD", 99))
-_add("first_needed_leaves", "the tensor that is needed first leaves memory", (_ByNeed, "__iter__", _reversed))
+
+
+@_mutant("the tensor that is needed first leaves memory", ActivationStore, "_free_one")
+def _first_needed_leaves(original: Any, self: ActivationStore) -> bool:
+    for entry in reversed(self._here):
+        if entry.is_newest(Memory.HOST) and entry.is_newest(Memory.NVME) and not entry.moves():
+            entry.drop(Memory.HOST)
+            self._leave_arena(entry)
+            return True
+    return bool(original(self))
 
 
 @_mutant("backward computes on a tensor before its upload is over", ActivationStore, "_take_ahead")
