@@ -163,10 +163,6 @@ class Field:
         copy = self.copies.get(memory)
         return copy is not None and copy.state is _VALID and copy.version == self.version
 
-    def newest(self) -> Copy | None:
-        """Return the newest VALID copy that is nearest to the computation, or None."""
-        return max((c for m, c in self.copies.items() if self.is_newest(m)), key=_nearness, default=None)
-
     def can_drop(self, memory: Memory) -> bool:
         """Whether the copy is VALID and unpinned, and dropping it does not lose the value."""
         copy = self.copies[memory]
@@ -250,7 +246,7 @@ class Field:
 
     def _over(self, move: Move, outcome: State) -> None:
         target = move.target
-        if target is not None and self.arriving(target.memory) is move:  # not an older one that was already waited for
+        if target is not None and target.state is _ARRIVING and move in target.moves:  # else it was waited for before
             self._go(target, _ARRIVING, outcome)
         for copy in (move.source, target):
             if copy is not None and move in copy.moves:
@@ -366,7 +362,7 @@ class Field:
         copy = self.copies[memory]
         if copy.state is not _LEAVING or not copy.is_still():
             return False
-        if copy.version == self.version and self.newest() is None:
+        if copy.version == self.version and not any(map(self.is_newest, self.copies)):
             return False  # the move to the only other copy has ended, but its outcome is not processed yet
         self._go(copy, _LEAVING, _ABSENT)
         return True
@@ -402,10 +398,6 @@ class Field:
                 f"{self.name} cannot become {target.name} in {copy.memory.name}: it is {_told(copy)}, not {source.name}"
             )
         copy.state = target
-
-
-def _nearness(copy: Copy) -> Memory:
-    return copy.memory
 
 
 def _told(copy: Copy) -> str:

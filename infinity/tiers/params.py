@@ -116,7 +116,11 @@ class Params:
 
     def create(self, each: UnitParams) -> bool:
         """Allocate memory for a unit without values, to be filled through its `shard`. Return False without room."""
-        if not (self._allocate(each) if each.site is Memory.DEVICE else self._stage(each)):
+        if each.site is Memory.DEVICE:
+            if each.spec.offloaded and not self.ledger.fits(each.spec.nbytes):
+                return False
+            self._allocate(each)
+        elif not self._stage(each):
             return False
         each.field.begin_write(each.site)
         if self._device is None:
@@ -151,15 +155,15 @@ class Params:
 
     # Fetch and evict #
 
-    def fetch_start(self, each: UnitParams, priority: Priority, *, updated: bool = False) -> bool:
-        """Start a fetch: STORED -> FETCHING. Return False if there is no room now.
+    def fetch_start(self, each: UnitParams, priority: Priority, *, updated: bool = False) -> None:
+        """Start a fetch for which the ledger has room: STORED -> FETCHING.
+
+        The unit stays STORED if it must pass through host memory and updates hold all of that.
 
         Args:
             updated: an update needs the values in host memory, so the fetch must go through it.
         """
         direct = None if self._device is None or updated or len(each.spec.pieces) > 1 else self._device.direct
-        if not self.ledger.fits(each.spec.nbytes):
-            return False
         if each.home < Memory.HOST and each.site is Memory.DEVICE:
             self._allocate(each)
             each.read(Memory.DEVICE, priority)
@@ -169,16 +173,13 @@ class Params:
         elif each.home is Memory.SHARD:
             self._allocate(each)
             each.put_in_place()
-        else:
-            if not self._stage(each):
-                return False
+        elif self._stage(each):
             self._allocate(each)
             if each.field.state(Memory.HOST) is State.ABSENT:
                 each.read(Memory.HOST, priority)
             self.passing[each] = None
             each.field.pin(Memory.HOST)
             each.field.expect(Memory.DEVICE)
-        return True
 
     def advance(self, each: UnitParams) -> None:
         """Start the upload of a passing unit if its read has ended; no update may be using the unit."""
@@ -238,8 +239,7 @@ class Params:
     def evict(self, each: UnitParams) -> None:
         """Free the device memory of an unpinned unit: RESIDENT -> STORED. Its newest value is in another memory."""
         self.await_update(each)
-        if not (each.spec.offloaded and each.field.can_drop(Memory.DEVICE)):
-            raise RuntimeError(f"unit {each.spec.name} is in use or dirty and cannot be evicted")
+        assert each.spec.offloaded
         if not each.field.drop(Memory.DEVICE):  # an exception interrupted a read access
             for move in list(each.computed_on.moves):
                 move.wait(self._counters)
@@ -396,17 +396,14 @@ class Params:
 
     # Device memory #
 
-    def _allocate(self, each: UnitParams) -> bool:
-        """Allocate memory for the unit's tensor, see [Note: stable storage]. Return False if the budget has no room."""
+    def _allocate(self, each: UnitParams) -> None:
+        """Allocate memory for the unit's tensor, see [Note: stable storage]."""
         if each.spec.offloaded:
-            if not self.ledger.fits(each.spec.nbytes):
-                return False
             self.ledger.take(each.spec.nbytes, each.spec.name)
         with self._counters.stalled(StallCause.ALLOCATOR):
             each.buffer.allocate()
         if self._device is not None:
             each.since = self._device.link.mark()
-        return True
 
     def _free(self, each: UnitParams) -> None:
         with self._counters.stalled(StallCause.ALLOCATOR):

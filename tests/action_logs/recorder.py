@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infinity.optim.pipeline import UpdatePipeline
-from infinity.tiers import GradStore, Params
+from infinity.tiers import GradStore, Params, Residency
 from infinity.tiers.activations import ActivationStore
 from infinity.tiers.copies import Memory
 from infinity.tiers.unit_params import UnitParams
@@ -64,13 +64,13 @@ def recording(recorder: Recorder) -> Iterator[None]:
             monkeypatch.setattr(kind, method, watched)
 
         def after(kind: Any, method: str, note: Note) -> None:
-            """Noted if it returns something that is true; its place in the log is where it began."""
+            """Noted if it has done something; its place in the log is where it began."""
             original = getattr(kind, method)
 
             def watched(self: Any, *args: Any, **options: Any) -> Any:
                 result = original(self, *args, **options)
                 words = note(self, *args, **options)
-                if result and words is not None:
+                if result is not False and words is not None:
                     recorder.action(words)
                 return result
 
@@ -97,7 +97,9 @@ def recording(recorder: Recorder) -> Iterator[None]:
         after(
             Params,
             "fetch_start",
-            lambda _, each, priority, **__: f"fetch {name(each.index)} ({each.spec.nbytes})",
+            lambda _, each, *__, **___: (
+                None if each.residency is Residency.STORED else f"fetch {name(each.index)} ({each.spec.nbytes})"
+            ),
         )
         action(Params, "evict", lambda _, each: f"evict {name(each.index)}")
         action(Gathering, "_start", lambda _, row, __: f"gather {name(row.index)}")

@@ -98,7 +98,7 @@ def params(request, tmp_path) -> Iterator[Params]:
 
 
 def fetch(params: Params, unit: int) -> None:
-    assert params.fetch_start(params.units[unit], Priority.PREFETCH)
+    params.fetch_start(params.units[unit], Priority.PREFETCH)
     while upload_of(params, unit) is None:  # the read from the drive comes first
         params.advance(params.units[unit])
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from infinity.errors import StorageError
 from infinity.telemetry import StallCause, Times
-from infinity.tiers.copies import Field, Memory, Move, State
+from infinity.tiers.copies import Copy, Field, Memory, Move, State
 
 LAYOUTS = [
     (Memory.HOST, Memory.DEVICE),
@@ -347,11 +347,16 @@ class Machine:
                 is_ahead = self.writer is not None and copy.version == self.field.version + 1
                 value = self.writer.value if is_ahead and self.writer else self.values[copy.version]
                 assert self.held[memory] is value, f"{memory.name} has not version {copy.version}"
-        newest = self.field.newest()
+        newest = self.newest()
         assert newest is None or newest.version == self.field.version
         if not self.is_lost and not self.is_elsewhere and self.writer is None:
             assert self.values[self.field.version] in self.kept(), "the newest value is lost"
         assert self.held.get(Memory.FILE) is self.file, "a file of somebody else is written"
+
+    def newest(self) -> Copy | None:
+        """The newest copy that is nearest to the computation."""
+        memory = max((memory for memory in self.field.copies if self.field.is_newest(memory)), default=None)
+        return None if memory is None else self.field.copies[memory]
 
     def end(self) -> None:
         """When all is over, the newest value can be brought to where it is used."""
@@ -366,7 +371,7 @@ class Machine:
             self.field.gone(memory)
             while self.field.copies[memory].pins:
                 self.field.unpin(memory)
-        newest = self.field.newest()
+        newest = self.newest()
         assert newest is not None
         assert self.held[newest.memory] is self.values[self.field.version]
 
