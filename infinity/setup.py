@@ -19,9 +19,8 @@ from infinity.config.resolved import CommunicationConfig
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.optim import AdamW
-from infinity.optim.kinds import OptimizerKind, kind_of
-from infinity.optim.lr_schedules import make_scheduler
-from infinity.optim.of_config import named_optimizer, try_schedule
+from infinity.optim.kinds import OptimizerKind, kind_of, named_optimizer
+from infinity.optim.lr_schedules import make_scheduler, try_schedule
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.optim.torch_schedules import is_factory, rebind
 from infinity.schedule.on_device import addresses_stay

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from infinity.config import Config
 from infinity.config.values import number, switch
 from infinity.errors import ConfigError
 from infinity.kernels import AdagradHyper, Hyper, Rule, SgdHyper
@@ -125,6 +126,13 @@ def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dic
         decoupled = switch("optimizer.params.adam_w_mode", params.get("adam_w_mode", True))
         values["decoupled"] = name == "adamw" or decoupled
     return kind, values
+
+
+def named_optimizer(config: Config) -> tuple[OptimizerKind, dict[str, Any]]:
+    """Return the optimizer, AdamW if none is named, and the hyper-parameters that are given; raises like
+    `kind_from_config`.
+    """
+    return (ADAM, {}) if config.optimizer is None else kind_from_config(config.optimizer.type, config.optimizer.params)
 
 
 def _checked(key: str, value: Any) -> Any:

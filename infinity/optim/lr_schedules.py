@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.config import SchedulerConfig
+from infinity.config import Config, SchedulerConfig
 from infinity.config.values import number, switch, whole
 from infinity.errors import ConfigError
+from infinity.optim.kinds import OptimizerKind, named_optimizer
+from infinity.optim.optimizer import TieredOptimizer
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
@@ -44,6 +47,28 @@ def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) ->
             raise ConfigError(f"scheduler.params.{name} is missing; {config.type} needs it")
     made: LRScheduler = kind(optimizer, **given)
     return made
+
+
+def try_schedule(config: Config, kind: OptimizerKind, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Make the schedule of a configuration, if there is one, for groups with these hyper-parameters; raises like
+    `make_scheduler`.
+    """
+    if config.scheduler is not None:
+        stand_ins = [{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in groups]
+        make_scheduler(config.scheduler, TieredOptimizer(stand_ins, {}, kind))
+
+
+def checked_kind(config: Config) -> OptimizerKind:
+    """Return the optimizer of a training by the configuration alone.
+
+    Raises:
+        ConfigError: `infinity.initialize` would refuse the optimizer or the schedule.
+    """
+    kind, defaults = named_optimizer(config)
+    params = {} if config.scheduler is None else config.scheduler.params
+    groups = max((len(value) for value in params.values() if isinstance(value, (list, tuple))), default=1)
+    try_schedule(config, kind, [defaults] * groups)  # as many groups as rates are given
+    return kind
 
 
 # Parameters #

@@ -9,7 +9,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.memory import Ledger, aligned
-from infinity.optim.of_config import checked_kind
+from infinity.optim.lr_schedules import checked_kind
 from infinity.planner.traffic import Traffic, traffic_of
 from infinity.schedule import MemoryNeeds, MemorySplit, Plan, make_plan, split_memory
 from infinity.schedule.placement import Placement, place
