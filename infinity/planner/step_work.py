@@ -147,8 +147,7 @@ def step_work(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -> S
     for unit in range(len(plan.units)):
         fewer = _fewer([seconds.tile(unit, numel, home) for numel, home in tiles[unit]], together)
         undo_bytes, unlogged = _old_values(plan, unit, fewer, tiles[unit])
-        work_of_unit = seconds.unit(unit, fewer, spills=unit in spilled, all_unlogged=unlogged == len(fewer))
-        units.append(replace(work_of_unit, undo_bytes=undo_bytes, unlogged=unlogged))
+        units.append(seconds.unit(unit, fewer, undo_bytes, unlogged, spills=unit in spilled))
     return StepWork(
         units=tuple(units),
         uses=tuple(_uses(plan, config, work, rates, micro // passes)),
@@ -247,7 +246,7 @@ class _Seconds:
         self._whole = max(1, sum(spec.nbytes for spec in plan.sizing.specs if not spec.offloaded))
         self._reduced = (traffic.reduced + traffic.averaged) / passes
 
-    def unit(self, unit: int, tiles: tuple[TileWork, ...], *, spills: bool, all_unlogged: bool) -> UnitWork:
+    def unit(self, unit: int, tiles: tuple[TileWork, ...], undo_bytes: int, unlogged: int, *, spills: bool) -> UnitWork:
         plan, rates, traffic, sizing = self._plan, self._rates, self._plan.traffic, self._plan.sizing
         spec, grads = sizing.specs[unit], sizing.shards.grad_sizes[unit]
         moves, shard = spec.offloaded, spec.shard_nbytes
@@ -270,7 +269,9 @@ class _Seconds:
             if moves
             else _over(traffic.regathered * spec.nbytes / self._whole, rates.gather_bytes_per_s),
             tiles=tiles,
-            recovers=sizing.rules.grads.recovers and spills and all_unlogged,
+            undo_bytes=undo_bytes,
+            unlogged=unlogged,
+            recovers=sizing.rules.grads.recovers and spills and unlogged == len(tiles),
         )
 
     def tile(self, unit: int, numel: int, home: Memory) -> TileWork:
