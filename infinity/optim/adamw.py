@@ -174,13 +174,11 @@ class AdamW(torch.optim.Optimizer):
         ordered = [parameter for group in self.param_groups for parameter in group["params"]]
         self._steps.clear()
         for saved_id, parameter in zip(saved_ids, ordered, strict=True):
-            values = state_dict["state"].get(saved_id)
+            values = dict(state_dict["state"].get(saved_id, {}))
             home, unit = self._placed[parameter]
-            if values is None:
-                home.reset(unit, parameter)
-                continue
-            self._steps[parameter] = int(values["step"])
-            home.write(unit, parameter, {name: value for name, value in values.items() if name != "step"})
+            if values:
+                self._steps[parameter] = int(values.pop("step"))
+            home.write(unit, parameter, values)
 
     def _adopt(self, parameters: Sequence[torch.Tensor]) -> None:
         """Allocate the states of parameters, one home for each dtype."""

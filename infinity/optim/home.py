@@ -60,7 +60,7 @@ class StatesHome:
             self._pipeline = UpdatePipeline(self.layout, store, slots, Counters())
             undo.callback(self._pipeline.close)
             for unit, parameter in enumerate(parameters):
-                self.reset(unit, parameter)
+                self.write(unit, parameter, {})
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -91,10 +91,6 @@ class StatesHome:
             _store(flat, parameter)
 
     # States #
-
-    def reset(self, unit: int, parameter: torch.Tensor) -> None:
-        """Initialize the states from the parameter's present values."""
-        self.write(unit, parameter, {})
 
     def read(self, unit: int, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return flat float32 moments, and `master` if the parameter is not float32."""
