@@ -236,12 +236,9 @@ class SwapSpace:
 
     def locate(self, extent: Extent | SlotExtent, nbytes: int) -> list[tuple[Path, int, int]]:
         """Return (file, offset, bytes) of each piece of the first `nbytes` of an extent."""
-        if isinstance(extent, SlotExtent):
-            parts = extent.parts(extent.newest, Span(0, nbytes, None), 0)
-            return [
-                place for part in parts for place in _locate(self.files(), part.extent, part.offset, part.span.nbytes)
-            ]
-        return _locate(self.files(), extent, 0, nbytes)
+        span, files = Span(0, nbytes, None), self.files()
+        parts = extent.parts(extent.newest, span, 0) if isinstance(extent, SlotExtent) else [Part(extent, span, 0)]
+        return [place for part in parts for place in _locate(files, part.extent, part.offset, part.span.nbytes)]
 
     def write(self, extent: Extent | SlotExtent, span: Span, offset: int = 0) -> IoFuture:
         """Start writing `span` at `offset` within the extent. A double-buffered extent blocks until it may be written.
