@@ -83,7 +83,7 @@ class FrozenShards:
         return written
 
     def _write_shard(self, shard: Shard, read: FrozenReader, staging: Staging, into: torch.Tensor) -> list[WrittenPart]:
-        spec = self._runtime.params.specs[shard.unit.index]
+        spec = self._runtime.row(shard.unit).params.spec
         most = _READ_BYTES // spec.dtype.itemsize
         shard.open(self._directory, staging)
         try:

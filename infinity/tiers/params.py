@@ -78,7 +78,6 @@ class Params:
     ) -> None:
         self.keeps_steps = written_through
         self.is_double_buffered = double_buffered_numel > 0
-        self.specs = tuple(specs)
         self.critical = arena.critical
         self.passing: dict[UnitParams, None] = {}
         self._swap = swap

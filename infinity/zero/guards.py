@@ -54,7 +54,7 @@ class Guards:
         units = runtime.partition.units
         places = [Place(model.get_parameter(s.name), u, i) for u in units for i, s in enumerate(u.params)]
         self._places = {id(place.param): place for place in places}
-        self._moves = any(spec.offloaded for spec in runtime.params.specs)
+        self._moves = any(spec.offloaded for spec in runtime.sizing.specs)
         self._saving = False
         self._copying = False
         self._loading: list[tuple[nn.Module, Loan]] = []

@@ -147,7 +147,7 @@ def log_of(name: str, world: str) -> str:
     with tempfile.TemporaryDirectory() as directory, world_of(world):
         path = Path(directory)
         engine = make(case, path)
-        recorder = Recorder([spec.name or "the rest" for spec in engine._runtime.params.specs])
+        recorder = Recorder([spec.name or "the rest" for spec in engine._runtime.sizing.specs])
         with recording(recorder):
             _train(engine, case, recorder)
             engine.close()

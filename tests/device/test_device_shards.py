@@ -91,7 +91,7 @@ def start(
     engine = infinity.initialize(
         model=frozen(model) if freezes else model, config=config, device=device, process_group=group
     )[0]
-    moving = [spec for spec in engine._runtime.params.specs if spec.offloaded]
+    moving = [spec for spec in engine._runtime.sizing.specs if spec.offloaded]
     there = [spec for spec in moving if spec.beside]
     assert bool(there) == (group is not None)
     assert (there == moving) == (group is not None and not ratio)
@@ -214,7 +214,7 @@ def within_the_least(group: dist.ProcessGroup) -> None:
         start(group, device_memory="64KiB")
     least = named_budget(refused.value)
     with start(group, device_memory=least) as engine:
-        shards = sum(spec.shard_nbytes for spec in engine._runtime.params.specs if spec.beside)
+        shards = sum(spec.shard_nbytes for spec in engine._runtime.sizing.specs if spec.beside)
         stays = engine._runtime.device.parts["parameters that stay"].capacity_bytes
         assert shards <= stays < shards + 20_000, "shards are counted, in addition to small parameters"
         for ids in mine(2):

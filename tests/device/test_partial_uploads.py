@@ -56,7 +56,7 @@ def test_same_bits_and_as_many_bytes(where, optimizer, recipe, speed, sent, tmp_
     with target.configured(**SPEEDS[speed]), engine_on(target.DEVICE, tiny(), recipe, placement) as engine:
         ours = train_here(with_a_slow_optimizer(engine), recipe)
         moved = engine.stats().tier_bytes["host_to_device"]
-        values = sum(spec.nbytes for spec in engine._runtime.params.specs)
+        values = sum(spec.nbytes for spec in engine._runtime.sizing.specs)
     assert sent.count > STEPS or where == "nvme"  # what is not on the device yet comes up whole
     assert moved <= 2 * values + 4096  # a fetch may have been late for the update
     assert_same_bits(ours, on_cpu_like(recipe))

@@ -28,7 +28,7 @@ def test_as_many_bytes_as_of_one_micro_batch(tier, speed, tmp_path) -> None:
         ours = train_here(engine, RECIPE)
         moved = engine.stats().tier_bytes["device_to_host"]
         gradients = sum(unit.trainable_numel for unit in engine._runtime.partition.units) * torch.float32.itemsize
-        parameters = sum(spec.nbytes for spec in engine._runtime.params.specs)
+        parameters = sum(spec.nbytes for spec in engine._runtime.sizing.specs)
     assert_same_bits(ours, on_cpu_like(RECIPE))
     assert moved <= gradients + parameters  # which may be downloaded to be updated
 
