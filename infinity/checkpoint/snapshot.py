@@ -147,8 +147,8 @@ class Snapshot:
             row = executor.units[index]
             if row.residency is Residency.RESIDENT:
                 with executor.resident(row) as flat:
-                    for start, numel in self._runtime.pipeline.geometry(index):
-                        sums[index, start] = _sum(flat[start : start + numel])
+                    for tile in row.states.tiles:
+                        sums[index, tile.start] = _sum(flat[tile.start : tile.start + tile.numel])
         return sums
 
     def _check(self, unit: UnitLayout, start: int, flat: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ from infinity.telemetry import Counters, Waits
 from infinity.tiers.copies import Memory, Transfer
 from infinity.tiers.ring import Ring
 from infinity.tiers.state_layout import StateLayout
-from infinity.tiers.states import StateStore, Tile
+from infinity.tiers.states import StateStore, Tile, UnitStates
 
 # At least four: one tile is read, one is updated, one is written, and one absorbs differences of the rates. Many small
 # tiles keep a drive busy if the worker is late by milliseconds, as on a busy machine: on two cores, 16 tiles of 4 MiB
@@ -79,7 +79,7 @@ class UpdatePipeline:
         self._fields = TileFields(layout)
         self.rollback = Rollback(layout, states, self._fields, self._ring, len(slots), undo_log or UndoLog(0))
         self._queue = UpdateQueue[UpdateTicket]()
-        self._reading = Reading(self._queue, self._ring, states.stored)
+        self._reading = Reading(self._queue, self._ring, states)
         self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -107,7 +107,8 @@ class UpdatePipeline:
             self._wake.notify()
 
     def _tiles_of(self, ticket: UpdateTicket) -> Iterator[Tile]:
-        return (tile for tile in self._states.tiles(ticket.unit) if ticket.only is None or tile.index in ticket.only)
+        tiles = self._states.units[ticket.unit].tiles
+        return (tile for tile in tiles if ticket.only is None or tile.index in ticket.only)
 
     def wait_computed(self, ticket: UpdateTicket, reached: Callable[[int], None] | None = None) -> None:
         """Raise this update to the highest priority and block until its new values are in memory.
@@ -141,14 +142,13 @@ class UpdatePipeline:
         with self._wake:
             self._queue.prefer(begun=begun)
 
-    def all_tiles(self, unit: int) -> frozenset[int]:
-        return frozenset(range(len(self._states.tiles(unit))))
-
-    def can_roll_back(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
+    def can_roll_back(
+        self, states: UnitStates, *, param: bool, without: Collection[UpdateTicket] = ()
+    ) -> frozenset[int]:
         """See `Rollback.can_roll_back`. Empty if `before_update` is set, which must see a unit's tiles in order."""
         if self.before_update is not None:
             return frozenset()
-        return self.rollback.can_roll_back(unit, param=param, without=[each for each in without if not each.chosen])
+        return self.rollback.can_roll_back(states, param=param, without=[each for each in without if not each.chosen])
 
     def withdraw(self, ticket: UpdateTicket) -> bool:
         """Cancel a speculative update and free its part of the undo log.
@@ -232,7 +232,7 @@ class UpdatePipeline:
         """
         self._park()
         writes: list[Transfer] = []
-        for tile in self._states.tiles(unit):
+        for tile in self._states.units[unit].tiles:
             self._ring.hold(tile, fresh=fresh)
             try:
                 if writable:
@@ -256,7 +256,7 @@ class UpdatePipeline:
             StorageError: they cannot be read or written.
         """
         self._park()
-        tiles = self._states.tiles(unit)
+        tiles = self._states.units[unit].tiles
         if there:
             self._states.make_room_there(unit)
             for tile in tiles:
@@ -277,10 +277,6 @@ class UpdatePipeline:
         self._park()
         self._states.take_over()
 
-    def geometry(self, unit: int) -> list[tuple[int, int]]:
-        """Return the first element and the number of elements of every tile of a unit."""
-        return [(tile.start, tile.numel) for tile in self._states.tiles(unit)]
-
     def is_worker(self) -> bool:
         """Whether this thread is the worker."""
         return threading.current_thread() is self._thread
@@ -290,7 +286,7 @@ class UpdatePipeline:
         self._stop()
         atexit.unregister(self._leave)
         self._ring.clear()
-        self.rollback.close()
+        self.rollback.log.close()
         self._fields.clear()
 
     def _leave(self) -> None:

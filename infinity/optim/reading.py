@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 from infinity.schedule.update_queue import Update, UpdateQueue
 from infinity.tiers.ring import Ring
-from infinity.tiers.states import Tile
+from infinity.tiers.states import StateStore, Tile
 
 
 class TileUpdate(Update, Protocol):
@@ -29,16 +29,12 @@ UpdateT = TypeVar("UpdateT", bound=TileUpdate)
 
 
 class Reading(Generic[UpdateT]):
-    """Decides for the worker.
+    """Decides for the worker."""
 
-    Args:
-        stored: the tiles of a unit that pass through the ring, from an index on.
-    """
-
-    def __init__(self, queue: UpdateQueue[UpdateT], ring: Ring, stored: Callable[[int, int], Iterable[Tile]]) -> None:
+    def __init__(self, queue: UpdateQueue[UpdateT], ring: Ring, states: StateStore) -> None:
         self._queue = queue
         self._ring = ring
-        self._stored = stored
+        self._states = states
 
     def next(self) -> UpdateT | None:
         """Return the update to continue with: the one with the least distance, then with the highest rank."""
@@ -56,9 +52,9 @@ class Reading(Generic[UpdateT]):
         """Yield stored tiles in about the order in which they will be needed; the queue may change meanwhile."""
         for unit, update in self._queue.upcoming():
             if update is None:
-                yield from self._stored(unit, 0)
+                yield from self._states.units[unit].stored
             elif update.tiles:
-                yield from self._stored(unit, update.tiles[0].index)
+                yield from self._states.units[unit].stored_from(update.tiles[0].index)
 
     def can_read_ahead(self) -> bool:
         """Whether an expected tile could be read now, or after a write has ended."""

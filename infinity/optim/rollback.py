@@ -19,7 +19,7 @@ from infinity.optim.undo_log import Image, Room, UndoLog, image_bytes
 from infinity.tiers.copies import Memory
 from infinity.tiers.ring import Ring
 from infinity.tiers.state_layout import StateLayout
-from infinity.tiers.states import StateStore, Tile
+from infinity.tiers.states import StateStore, Tile, UnitStates
 
 _MOST_LOST_PARAMS = 1 << 20  # each takes 10 bytes, which no budget accounts for
 _RECOVERING_SLOTS = 2  # one for the tile after its update, one for the tile before it
@@ -40,14 +40,14 @@ class Rollback:
     def __init__(
         self,
         layout: StateLayout,
-        states: StateStore,
+        store: StateStore,
         fields: TileFields,
         ring: Ring,
         slots: int,
         log: UndoLog,
     ) -> None:
         self._layout = layout
-        self._states = states
+        self._store = store
         self._fields = fields
         self._ring = ring
         self._recovers = slots >= _RECOVERING_SLOTS
@@ -57,11 +57,13 @@ class Rollback:
 
     # Called by the compute thread, before and after the update #
 
-    def keeps_all(self, unit: int) -> bool:
+    def keeps_all(self, states: UnitStates) -> bool:
         """Whether an update that is submitted now would keep all old states of the unit in other slots."""
-        return all(map(self._states.can_roll_back, self._states.tiles(unit)))
+        return all(map(self._store.can_roll_back, states.tiles))
 
-    def can_roll_back(self, unit: int, *, param: bool, without: Collection[UpdateTicket] = ()) -> frozenset[int]:
+    def can_roll_back(
+        self, states: UnitStates, *, param: bool, without: Collection[UpdateTicket] = ()
+    ) -> frozenset[int]:
         """Return the indices of the unit's tiles that could be rolled back after an update that is submitted now.
 
         All or none if parameters are kept: a unit is uploaded as a whole, and would be uploaded twice.
@@ -70,11 +72,10 @@ class Rollback:
             param: whether the undo log must keep its parameters, too.
             without: updates that have not started and would be withdrawn.
         """
-        tiles = self._states.tiles(unit)
         with self._lock:
             room = self.log.room(image for ticket in without for image in ticket.before.values())
-            reversible = frozenset(tile.index for tile in tiles if self._is_reversible(tile, room, param=param))
-        return reversible if not param or len(reversible) == len(tiles) else frozenset()
+            reversible = frozenset(tile.index for tile in states.tiles if self._is_reversible(tile, room, param=param))
+        return reversible if not param or reversible == states.indices else frozenset()
 
     def _is_reversible(self, tile: Tile, room: Room, *, param: bool) -> bool:
         image = self._image(tile, param=param)
@@ -83,7 +84,7 @@ class Rollback:
     def _image(self, tile: Tile, *, param: bool) -> Image:
         """Return the part of the undo log for an update of the tile that is submitted now."""
         param_bytes = image_bytes(self._layout, tile.numel) - tile.nbytes
-        return Image(0 if self._states.can_roll_back(tile) else tile.nbytes, param_bytes if param else 0)
+        return Image(0 if self._store.can_roll_back(tile) else tile.nbytes, param_bytes if param else 0)
 
     def can_recover(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
         """Whether a rollback can reconstruct gradients of this dtype, so that they need not be kept."""
@@ -94,12 +95,12 @@ class Rollback:
         few = self._lost_params < _MOST_LOST_PARAMS
         return few and can_recover_param(self._layout) and self.can_recover(segments, grad_dtype)
 
-    def keep_before(self, unit: int, tiles: Collection[int], *, param: bool) -> dict[int, Image]:
+    def keep_before(self, states: UnitStates, tiles: Collection[int], *, param: bool) -> dict[int, Image]:
         """Reserve the undo log for an update of these tiles, which `can_roll_back` returned. Return images by tile.
 
         Tiles that need no image are omitted. Pairs with `forget_before`.
         """
-        updated = [tile for tile in self._states.tiles(unit) if tile.index in tiles]
+        updated = [tile for tile in states.tiles if tile.index in tiles]
         images = {tile.index: image for tile in updated if (image := self._image(tile, param=param)).sizes}
         with self._lock:
             for image in images.values():
@@ -205,6 +206,3 @@ class Rollback:
                     )
         finally:
             self._ring.release(tile)
-
-    def close(self) -> None:
-        self.log.close()

@@ -235,7 +235,7 @@ class Performer:
         if not self.staging.is_needed(row):  # else the fetch goes on with the values that the update makes
             row.residency = _RESIDENT
         row.is_reconstructable = row.spec.old_params == "states"
-        states = self.states.store.tiles(row.index)
+        states = self.states.store.units[row.index].tiles
         ticket = Ticket(row, due, deque(states[tile] for tile in tiles), ready, needed, write and row.is_written_home)
         row.ticket = ticket
         return ticket

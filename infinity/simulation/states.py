@@ -68,7 +68,7 @@ class States:
         self.ring = Ring(self.store, cast(Any, [Memory() for _ in range(slots)]), waits)
         self._before: dict[Tile, int] = {}  # versions in the undo log, of tiles that are in memory alone
         self.protected: dict[Tile, int] = {}
-        self._all = [tile for unit in range(len(units)) for tile in self.store.tiles(unit)]
+        self._all = [tile for unit in range(len(units)) for tile in self.store.units[unit].tiles]
         for tile in self._all:
             tile.begin_write(tile.home)
             tile.end_write(tile.home)
@@ -78,11 +78,11 @@ class States:
 
     def keeps_all(self, unit: int) -> bool:
         """An update that is submitted now would keep all old states of the unit on the drive."""
-        return all(map(self.store.can_roll_back, self.store.tiles(unit)))
+        return all(map(self.store.can_roll_back, self.store.units[unit].tiles))
 
     def can_roll_back(self, unit: int, tile: int) -> bool:
         """An update of the tile could be undone; see `Rollback.can_roll_back`."""
-        each = self.store.tiles(unit)[tile]
+        each = self.store.units[unit].tiles[tile]
         return self.store.can_roll_back(each) or each.is_in_memory_alone
 
     def _versions_there(self, unit: int) -> dict[int, int]:
@@ -114,7 +114,7 @@ class States:
     def update_there(self, unit: int, target: int) -> None:
         """The device updates a unit whose states it has."""
         with self.store.changing_there(unit):
-            for tile in self.store.tiles(unit):
+            for tile in self.store.units[unit].tiles:
                 version = self._versions_there(unit).get(tile.start)
                 if version != target - 1:
                     violate("once", f"{tile.name} on the device are at {version}, and become {target}")
@@ -133,12 +133,12 @@ class States:
 
     def forget(self, unit: int) -> None:
         """A speculative update stands."""
-        for tile in self.store.tiles(unit):
+        for tile in self.store.units[unit].tiles:
             self._before.pop(tile, None)
 
     def roll_back(self, unit: int, tiles: Sequence[int]) -> None:
         """Have these tiles as they were before a speculative update."""
-        for tile in [self.store.tiles(unit)[index] for index in tiles]:
+        for tile in [self.store.units[unit].tiles[index] for index in tiles]:
             if tile in self._before:
                 self._memory(tile).value = self._before.pop(tile)
                 tile.take_back(_HOST)
@@ -147,7 +147,7 @@ class States:
 
     def recover(self, unit: int, tiles: Sequence[int], target: int) -> None:
         """Read both versions of tiles that have become `target`, which tell the gradients and the parameters."""
-        for tile in [self.store.tiles(unit)[index] for index in tiles]:
+        for tile in [self.store.units[unit].tiles[index] for index in tiles]:
             self.ring.hold(tile)
             with self.ring.before(tile) as place:
                 found = cast(Memory, place).value, self._memory(tile).value
@@ -179,7 +179,7 @@ class States:
 
     def check_at(self, unit: int, wanted: int) -> None:
         """All updates of the unit are over."""
-        for tile in self.store.tiles(unit):
+        for tile in self.store.units[unit].tiles:
             if tile.home is _HOST:
                 version = self._memory(tile).value
             elif tile.home is _DEVICE:

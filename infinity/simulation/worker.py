@@ -74,7 +74,7 @@ class Worker:
         self.ended: list[Ticket] = []
         self.at: Ticket | None = None
         self.states = states
-        self._reading = Reading(self.queue, states.ring, states.store.stored)
+        self._reading = Reading(self.queue, states.ring, states.store)
         self._errands: list[Callable[[], object]] = []
         self._clock = clock
         self._wakes = False

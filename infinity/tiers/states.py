@@ -79,16 +79,19 @@ class UnitStates:
     """One unit's optimizer states.
 
     Attributes:
-        tiles: in order.
+        tiles: in order; `indices`: the index of each.
+        nbytes: of all tiles.
         stored: those whose home is NVMe.
         are_there: all are on the device, so that the unit is updated by the device.
         fields: memory on the device for the whole shard; None if there is none.
     """
 
-    __slots__ = ("are_there", "fields", "stored", "tiles")
+    __slots__ = ("are_there", "fields", "indices", "nbytes", "stored", "tiles")
 
     def __init__(self, tiles: Sequence[Tile]) -> None:
         self.tiles = tiles
+        self.indices = frozenset(range(len(tiles)))
+        self.nbytes = sum(tile.nbytes for tile in tiles)
         self.fields: Fields | None = None
         self.note_homes()
 
@@ -98,6 +101,10 @@ class UnitStates:
         self.are_there = any(tile.home is Memory.DEVICE for tile in self.tiles[:1])
         if not self.are_there:
             self.fields = None
+
+    def stored_from(self, first: int) -> Iterator[Tile]:
+        """Return the tiles whose home is NVMe, from the tile `first` on."""
+        return itertools.islice(self.stored, bisect_left(self.stored, first, key=attrgetter("index")), None)
 
 
 class StateStore:
@@ -155,20 +162,9 @@ class StateStore:
             return self._swap.reserve_slots(nbytes, (0, nbytes))
         return self._swap.reserve(nbytes) if home is Memory.NVME else None
 
-    def tiles(self, unit: int) -> Sequence[Tile]:
-        return self.units[unit].tiles
-
-    def nbytes(self, unit: int) -> int:
-        return sum(tile.nbytes for tile in self.units[unit].tiles)
-
     @property
     def some_are_there(self) -> bool:
         return any(each.are_there for each in self.units)
-
-    def stored(self, unit: int, first: int = 0) -> Iterator[Tile]:
-        """Return the unit's tiles whose home is NVMe, from the tile `first` on."""
-        tiles = self.units[unit].stored
-        return itertools.islice(tiles, bisect_left(tiles, first, key=attrgetter("index")), None)
 
     def read(self, tile: Tile, slot: Lease, priority: Priority) -> None:
         """Start reading a tile whose home is not host memory into `slot`; raises InfinityError if it is lost."""
@@ -266,10 +262,10 @@ class StateStore:
     def changing_there(self, unit: int) -> Iterator[Fields]:
         """Change the fields of a unit on the device inside of this context, in compute-stream order."""
         _, fields = self._there(unit)
-        for tile in self.tiles(unit):
+        for tile in self.units[unit].tiles:
             tile.begin_write(Memory.DEVICE)
         yield fields
-        for tile in self.tiles(unit):
+        for tile in self.units[unit].tiles:
             tile.end_write(Memory.DEVICE, in_order=True)
 
     def make_room_there(self, unit: int) -> None:

@@ -157,7 +157,7 @@ class Filling:
                 break
             runtime.sums.give_up(runtime.grads.units[unit])
             self.came.append(unit)
-            self._count(runtime.states.nbytes(unit))
+            self._count(runtime.states.units[unit].nbytes)
         if self.came:
             _log.info(
                 "%s of optimizer states have come to the device, of %d units, which are updated there from now on",
@@ -185,7 +185,7 @@ class Filling:
         for unit in reversed(self.came):
             if missing_bytes <= 0:
                 break
-            missing_bytes -= self._runtime.states.nbytes(unit)
+            missing_bytes -= self._runtime.states.units[unit].nbytes
             count += 1
         self._move_back(count, why)
 
@@ -196,7 +196,7 @@ class Filling:
             unit = self.came[-1]
             runtime.executor.move_states(unit, there=False)
             self.came.pop()
-            self._count(-runtime.states.nbytes(unit))
+            self._count(-runtime.states.units[unit].nbytes)
         _log.warning(
             "%s: the optimizer states of %d units have left it, %d stay; to leave more room from the start, raise "
             "tiering.device_headroom (%g of the memory)",

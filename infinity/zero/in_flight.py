@@ -120,7 +120,7 @@ class InFlight:
         write = write and not row.params.is_dirty()
         with self._critical:
             self.open_host(row)
-            tiles = None if row.begun is None else self._pipeline.all_tiles(row.index) - row.begun
+            tiles = None if row.begun is None else row.states.indices - row.begun
             self._submit_job(row, self._take_due(row), write=write, needed=needed, tiles=tiles)
 
     def _take_due(self, row: Unit) -> tuple[Segment, ...]:
@@ -241,7 +241,7 @@ class InFlight:
         if (
             is_reconstructable
             and rollback.can_recover_param(foreseen.segments, self._grads.dtype)
-            and rollback.keeps_all(row.index)
+            and rollback.keeps_all(row.states)
         ):
             return OldParams.STATES
         if can_roll_back:
@@ -254,7 +254,7 @@ class InFlight:
         """Return the indices of tiles whose update could be rolled back if the updates in `without` were withdrawn."""
         if old_params is OldParams.NOWHERE:
             return frozenset()
-        return self._pipeline.can_roll_back(row.index, param=old_params is OldParams.IMAGES, without=without)
+        return self._pipeline.can_roll_back(row.states, param=old_params is OldParams.IMAGES, without=without)
 
     def speculate(self, row: Unit, write: bool, needed: int) -> None:
         """Submit the speculative update of a unit that `can_speculate`.
@@ -263,19 +263,19 @@ class InFlight:
             write: see `submit`. If it is False, the parameters may still be written, so that the old ones stay in the
                 other slot.
         """
-        unit, foreseen = row.index, row.foreseen
+        foreseen = row.foreseen
         assert foreseen is not None
         segments = foreseen.segments
         with self._critical:
             self.open_host(row)
             old_params = self._old_params(row, write)
             tiles = self._can_roll_back(row, old_params)
-            before = self._pipeline.rollback.keep_before(unit, tiles, param=old_params is OldParams.IMAGES)
+            before = self._pipeline.rollback.keep_before(row.states, tiles, param=old_params is OldParams.IMAGES)
             reconstructs_grads = (
                 foreseen.grads_may_leave
                 and not before
                 and row.spills
-                and tiles == self._pipeline.all_tiles(unit)
+                and tiles == row.states.indices
                 and self._pipeline.rollback.can_recover(segments, self._grads.dtype)
             )
             ticket = self._submit_job(
@@ -294,7 +294,7 @@ class InFlight:
     def commit(self, row: Unit) -> None:
         """Commit the speculative update. If it left out tiles, their update is due now."""
         with self._critical:
-            in_part = row.ahead is not None and row.ahead.tiles != self._pipeline.all_tiles(row.index)
+            in_part = row.ahead is not None and row.ahead.tiles != row.states.indices
             if in_part:
                 self._due[row] = None
             ahead = row.commit(in_part=in_part)

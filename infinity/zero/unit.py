@@ -162,6 +162,7 @@ class Unit(UnitState):
         params: its parameters.
         views: the model parameters that show them.
         grads: the memory of its gradients.
+        states: its optimizer states.
         total: its gradients so far.
         shared: None if this rank has all of the unit.
         begun: tiles that have had the update in `due` already.
@@ -172,7 +173,6 @@ class Unit(UnitState):
 
     __slots__ = (
         "_gradients",
-        "_states",
         "_store",
         "foreseen",
         "grads",
@@ -180,6 +180,7 @@ class Unit(UnitState):
         "layout",
         "params",
         "shared",
+        "states",
         "total",
         "views",
         "write",
@@ -210,7 +211,7 @@ class Unit(UnitState):
         self.shared = Shared(spec) if spec.sharding.count > 1 else None
         self._gradients = grads.host
         self._store = store
-        self._states = states
+        self.states = states
         self.write: Move | None = None
         self.keeps = False
         self.foreseen: Foreseen | None = None
@@ -239,7 +240,7 @@ class Unit(UnitState):
 
     @property
     def is_updated_on_device(self) -> bool:
-        return self._states.are_there
+        return self.states.are_there
 
     # Updates #
 

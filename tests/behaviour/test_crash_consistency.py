@@ -517,7 +517,7 @@ def test_a_step_whose_update_fails_is_not_committed_while_its_writes_go_on(tmp_p
         train(engine, DATA[:2])
         engine.synchronize()
         states = engine._runtime.states
-        last = max(unit.index for unit in engine._runtime.partition.units if len(states.tiles(unit.index)) > 1)
+        last = max(unit.index for unit in engine._runtime.partition.units if len(states.units[unit.index].tiles) > 1)
         monkeypatch.setattr(UpdatePipeline, "_compute", fails_behind_the_first_tile)
         monkeypatch.setattr(UpdateTicket, "done", writes_on)
         train(engine, DATA[:3])

@@ -85,7 +85,7 @@ def test_any_order_of_moving_states_to_the_device_and_back_has_the_same_bits(
     ):
         filling, runtime = engine._step._filling, engine._runtime
         filling._filled = True  # chance decides
-        assert max(len(runtime.states.tiles(unit.index)) for unit in runtime.partition.units) > 1
+        assert max(len(runtime.states.units[unit.index].tiles) for unit in runtime.partition.units) > 1
         for step in range(recipe.steps):
             losses += train_over(engine, data[step * recipe.accumulation :][: recipe.accumulation])
             runtime.executor.drain()
@@ -93,7 +93,7 @@ def test_any_order_of_moving_states_to_the_device_and_back_has_the_same_bits(
                 comes = unit not in filling.came
                 runtime.executor.move_states(unit, there=comes)
                 (filling.came.append if comes else filling.came.remove)(unit)
-                filling._count(runtime.states.nbytes(unit) * (1 if comes else -1))
+                filling._count(runtime.states.units[unit].nbytes * (1 if comes else -1))
             assert there(engine) == sorted(filling.came)
         assert bool(ahead) == sometimes
         weights = {name: param.detach().cpu() for name, param in engine.named_parameters()}
@@ -137,7 +137,7 @@ def test_spare_device_memory_is_filled_after_the_first_step(small_device) -> Non
             train_over(engine, [ids])
             assert bool(there(engine)), step
         assert there(engine)[0] == 0  # which the next forward pass needs first
-        came = sum(engine._runtime.states.nbytes(unit) for unit in there(engine))
+        came = sum(engine._runtime.states.units[unit].nbytes for unit in there(engine))
         assert device.parts["optimizer states that came later"].used_bytes == came
         assert device.capacity_bytes >= empty + came
         assert torch.accelerator.max_memory_allocated() <= simdev.load().simdev_get(b"capacity")

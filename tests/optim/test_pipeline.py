@@ -181,7 +181,7 @@ def test_a_tile_that_cannot_be_read_fails_its_unit_alone_and_gives_its_slot_back
         read = on.swap.read
 
         def failing(extent: Extent, span: Span, *, priority: Priority) -> IoFuture:
-            if extent is not on.states.tiles(1)[1].extent:
+            if extent is not on.states.units[1].tiles[1].extent:
                 return read(extent, span, priority=priority)
             if at_once:
                 raise StorageError(errno.EIO, "the drive is gone", "swap", 0)
@@ -218,7 +218,7 @@ def test_states_can_be_visited_as_soon_as_their_update_is_waited_for(tmp_path: P
         gate.open()
         ended.wait()
         ticket.result()
-        assert len(list(on.pipeline.tiles(0, writable=False))) == len(on.states.tiles(0))
+        assert len(list(on.pipeline.tiles(0, writable=False))) == len(on.states.units[0].tiles)
 
 
 def test_an_update_that_a_traceback_shows_does_not_look_into_its_memory(tmp_path: Path) -> None:

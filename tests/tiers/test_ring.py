@@ -72,7 +72,7 @@ class Stage:
         self.drive, self.arena = Drive(tmp_path), Arena(4 * TILE)
         homes = [Memory.NVME] * 4 + [Memory.HOST]
         store = StateStore([5], 1, lambda numel: TILE, homes, arena=self.arena, swap=self.drive, counters=Counters())
-        self.tiles = store.tiles(0)
+        self.tiles = store.units[0].tiles
         self.ring = Ring(store, [self.arena.lease(TILE) for _ in range(2)], Waits())
         for tile in self.tiles:
             self.change(tile, fresh=True)

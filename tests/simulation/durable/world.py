@@ -169,7 +169,6 @@ class Trainer:
         self.pipeline = SimpleNamespace(
             before_update=None,
             tiles=lambda unit, writable: iter(self.tiles),
-            geometry=lambda unit: [(tile.start, tile.numel) for tile, _ in self.tiles],
         )
         executor = SimpleNamespace(
             all_computed=True,
