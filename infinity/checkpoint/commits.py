@@ -274,7 +274,7 @@ class Commits:
         except BaseException as error:
             step.fail(error)  # values of two runs may be mixed
             raise
-        self._slots.forget_found()
+        self._slots.has_found = False
         return path, extra["client_state"]
 
     def _check_codes(self, path: Path, saved: Any) -> None:

@@ -21,7 +21,7 @@ import hashlib
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field
 
@@ -67,12 +67,14 @@ class SlotExtent:
         bounds: first byte of each range, then the end of the last.
         newest: the slot with the newest version, by range.
         epochs: the epoch in which that slot was written, by range.
+        found: the slot that another process has committed, by range; empty if there was none, see `Slots.adopt`.
     """
 
     slots: tuple[Extent, Extent]
     bounds: tuple[int, ...]
     newest: bytearray = field(init=False)
     epochs: list[int] = field(init=False)
+    found: bytes = field(init=False, default=b"")
 
     def __post_init__(self) -> None:
         self.newest = bytearray(len(self.bounds) - 1)
@@ -88,6 +90,11 @@ class SlotExtent:
         pairs = itertools.pairwise(self.bounds)
         touched = [i for i, (begin, end) in enumerate(pairs) if begin < stop and offset < end]
         return range(touched[0], touched[-1] + 1) if touched else range(0)
+
+    def take_found(self) -> None:
+        """Make the version that another process has committed the newest."""
+        self.newest[:] = self.found
+        self.epochs = [0] * len(self.epochs)
 
     def parts(self, which: Sequence[int], span: Span, offset: int) -> list[Part]:
         """Return the places of `span`, from `offset` within the content, with `which` slot to use for each range."""
@@ -105,6 +112,9 @@ class Slots:
     """All double-buffered extents of one rank: their newest slots, and the slots that may be written.
 
     The compute thread closes epochs; the compute thread and the optimizer's worker write.
+
+    Attributes:
+        has_found: the adopted slots are not forgotten yet; the reader resets it.
     """
 
     def __init__(self) -> None:
@@ -113,7 +123,7 @@ class Slots:
         self._gate: Future[None] | None = None  # of the epoch that was closed last
         self._open: deque[IoFuture] = deque()  # writes of this epoch
         self._failed: Exception | None = None  # error of a write of this epoch that has ended
-        self._found: bytes | None = None
+        self.has_found = False
 
     def add(self, extent: SlotExtent) -> None:
         """Add an extent; every process must add them in the same order."""
@@ -208,7 +218,7 @@ class Slots:
         writes, self._open = list(self._open), deque()
         self._gate = gate
         self._epoch += 1
-        self._found = None
+        self.has_found = False
         return b"".join(bytes(extent.newest) for extent in self._extents), writes
 
     # The state that an earlier process left #
@@ -221,34 +231,10 @@ class Slots:
         count = sum(len(extent.newest) for extent in self._extents)
         if len(newest) != count or not set(newest) <= {0, 1}:
             raise InfinityError(f"it has {len(newest)} ranges, and this run has {count}")
-        self._found = newest
-        for extent, bits in self._each(newest):
-            extent.newest[:] = bits
-            extent.epochs = [0] * len(extent.epochs)
-
-    @property
-    def has_found(self) -> bool:
-        """Whether the adopted slots are not forgotten yet."""
-        return self._found is not None
-
-    def forget_found(self) -> None:
-        """Forget the adopted slots, after their content was taken over."""
-        self._found = None
-
-    def found(self) -> Iterator[tuple[SlotExtent, bytes]]:
-        """Return every extent, with its slots that were adopted."""
-        if self._found is None:
-            raise RuntimeError("nothing was adopted, or it is no more")
-        return self._each(self._found)
-
-    def _each(self, newest: bytes) -> Iterator[tuple[SlotExtent, bytes]]:
         start = 0
         for extent in self._extents:
             stop = start + len(extent.newest)
-            yield extent, newest[start:stop]
+            extent.found = newest[start:stop]
+            extent.take_found()
             start = stop
-
-    def give_back(self, extent: SlotExtent, bits: bytes) -> None:
-        """Make the adopted version the extent's newest again."""
-        extent.newest[:] = bits
-        extent.epochs = [0] * len(extent.epochs)
+        self.has_found = True

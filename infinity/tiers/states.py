@@ -195,13 +195,12 @@ class StateStore:
 
     def take_over(self) -> None:
         """Give every tile the value that an earlier process left on NVMe; no transfer may be in flight."""
-        found = {id(extent): bits for extent, bits in self._swap.slots.found()}
         for tile in itertools.chain.from_iterable(each.tiles for each in self.units):
             assert isinstance(tile.extent, SlotExtent)
             for move in tile.moves():
                 move.transfer.result()
             tile.consume()
-            self._swap.slots.give_back(tile.extent, found[id(tile.extent)])
+            tile.extent.take_found()
             tile.begin_write(Memory.NVME)  # that process was the writer
             tile.end_write(Memory.NVME)
             if tile.home is Memory.HOST:

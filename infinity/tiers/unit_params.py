@@ -386,8 +386,7 @@ class UnitParams:
             StorageError: they cannot be read.
         """
         assert isinstance(self._extent, SlotExtent)
-        bits = next(bits for extent, bits in self._by.swap.slots.found() if extent is self._extent)
-        parts = self._extent.parts(bits, self.span(self.site), 0)
+        parts = self._extent.parts(self._extent.found, self.span(self.site), 0)
         self._counted(self._by.swap.read_parts(parts, Priority.DEMAND), self.spec.shard_nbytes).result()
 
     # A device with its own memory #

@@ -249,8 +249,8 @@ class Trainer:
                 yield from ((path, offset) for offset in range(start, start + nbytes, BLOCK))
 
     def _take_over(self) -> None:
-        for extent, bits in self.swap.slots.found():
-            self.swap.slots.give_back(extent, bits)
+        for extent in (self._states, self._params):
+            extent.take_found()
         self.read()
 
     @property
