@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from infinity.config import format_size, size_to_set
 from infinity.errors import CapacityError
+from infinity.memory.arena import Arena
 
 _PAGE_BYTES = 4096  # shares are rounded up to whole pages
-
-
-class Part(Protocol):
-    """Counts the bytes of its share."""
-
-    @property
-    def capacity_bytes(self) -> int: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -75,9 +62,9 @@ class Ledger:
     def __init__(self, key: str, capacity_bytes: int) -> None:
         self.key = key
         self.capacity_bytes = capacity_bytes
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, Arena | Budget] = {}
 
-    def count(self, name: str, part: Part) -> None:
+    def count(self, name: str, part: Arena | Budget) -> None:
         """Add a part with its share.
 
         Raises:

@@ -232,8 +232,8 @@ class Activations:
         entries = [*store._here, *store._away, *store._leaving, *store._dropped]
         alive = {id(entry): entry for entry in entries}.values()
         leased_bytes = sum(entry.lease.nbytes for entry in alive if entry.lease is not None)
-        if leased_bytes != store.used_bytes:
-            violate("ledger", f"{store.used_bytes} bytes are used by saved tensors of {leased_bytes}")
+        if leased_bytes != store.arena.used_bytes:
+            violate("ledger", f"{store.arena.used_bytes} bytes are used by saved tensors of {leased_bytes}")
         placed_bytes = sum(entry.place.nbytes for entry in alive if entry.place is not None)
         if placed_bytes != self._drive.used_bytes:
             violate("ledger", f"the drive has {self._drive.used_bytes} bytes of saved tensors of {placed_bytes}")

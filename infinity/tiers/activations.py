@@ -50,13 +50,16 @@ class ActivationStore:
         memory_bytes: size of the arena. A tensor that does not fit and cannot go to a drive stays on the device.
         files: None without a drive.
         keep: storages to ignore, by `_cdata`: parameters and buffers are not activations.
+
+    Attributes:
+        arena: the host memory that it may use.
     """
 
     def __init__(
         self, link: Link, memory_bytes: int, files: ActivationFiles | None, keep: Collection[int], counters: Counters
     ) -> None:
         self._link = link
-        self._arena = Arena(memory_bytes, pin=None if link.device.type == "cpu" else link.device)
+        self.arena = Arena(memory_bytes, pin=None if link.device.type == "cpu" else link.device)
         self._files = files
         self._keep = frozenset(keep)
         self._counters = counters
@@ -82,19 +85,6 @@ class ActivationStore:
         """Set the round of layer-major micro-batches, and the micro-batch, that later tensors belong to."""
         self._turn = (round_index, -micro_batch)
 
-    @property
-    def capacity_bytes(self) -> int:
-        """The most host memory that it may use."""
-        return self._arena.capacity_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._arena.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._arena.peak_bytes
-
     def io_stats(self) -> IoStats | None:
         """Return the I/O counters of its files; None without files."""
         return None if self._files is None else self._files.io_stats()
@@ -114,7 +104,7 @@ class ActivationStore:
                     move.transfer.result()
         if self._files is not None:
             self._files.close()
-        self._arena.close()
+        self.arena.close()
 
     # Hooks of autograd #
 
@@ -200,7 +190,7 @@ class ActivationStore:
             and tensor.is_floating_point()
             and tensor.layout is torch.strided
             and tensor.device == self._link.device
-            and aligned(tensor.nbytes) <= self._arena.capacity_bytes
+            and aligned(tensor.nbytes) <= self.arena.capacity_bytes
             and tensor.untyped_storage()._cdata not in self._keep
             and _is_dense(tensor)
         )
@@ -210,7 +200,7 @@ class ActivationStore:
     def _room(self, nbytes: int) -> Lease | None:
         """Lease memory, if needed by evicting tensors that backward needs last. Return None if this is not possible."""
         while True:
-            lease = self._arena.try_lease(nbytes)
+            lease = self.arena.try_lease(nbytes)
             if lease is not None:
                 return lease
             if not self._free_one():
@@ -238,12 +228,12 @@ class ActivationStore:
         return False
 
     def _needed_room(self, entry: _Entry) -> Lease:
-        nbytes = aligned(entry.nbytes)
+        nbytes, capacity_bytes = aligned(entry.nbytes), self.arena.capacity_bytes
         lease = self._room(nbytes)
         if lease is None:
             raise CapacityError(
                 f"no {format_size(nbytes)} in one piece are left for an activation in tiering.activation_memory, "
-                f"{format_size(self.capacity_bytes)}: raise it to {size_to_set(self.capacity_bytes + nbytes)} or more"
+                f"{format_size(capacity_bytes)}: raise it to {size_to_set(capacity_bytes + nbytes)} or more"
             )
         return lease
 
@@ -307,7 +297,7 @@ class ActivationStore:
     def _read_ahead(self, used: _Entry) -> None:
         """Read the entries that backward needs after this one into free room."""
         while (entry := next(_after(self._away, used), None)) is not None:
-            lease = self._arena.try_lease(aligned(entry.nbytes))
+            lease = self.arena.try_lease(aligned(entry.nbytes))
             if lease is None:
                 return
             self._read(entry, Priority.PREFETCH, lease)

@@ -567,7 +567,7 @@ def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> Acti
             checksum=tiering.checksum,
         )
     store = ActivationStore(runtime.link, runtime.sizing.rules.activations_bytes, files, storages, runtime.counters)
-    runtime.host.count("activations", store)
+    runtime.host.count("activations", store.arena)
     return store
 
 

@@ -145,7 +145,7 @@ def test_after_an_exception_nothing_of_the_step_is_held(tmp_path: Path) -> None:
         store = engine._step.activations
         assert store is not None
         assert store.count == 0
-        assert store.peak_bytes <= 512 << 10
+        assert store.arena.peak_bytes <= 512 << 10
 
 
 def test_a_write_that_fails_is_an_error_and_no_wrong_number(tmp_path: Path) -> None:

@@ -126,5 +126,5 @@ def test_a_device_without_room_uploads_when_it_is_asked(store, link, monkeypatch
 def test_an_activation_without_room_says_what_to_set(store) -> None:
     entry = cast(Any, SimpleNamespace(nbytes=4 * NUMEL))
     words = r"no 64.00 KiB in one piece .*activation_memory, 4.00 MiB: raise it to 4.07MiB or more"
-    with store._arena.lease(store.capacity_bytes), pytest.raises(CapacityError, match=words):
+    with store.arena.lease(store.arena.capacity_bytes), pytest.raises(CapacityError, match=words):
         store._needed_room(entry)
