@@ -1,7 +1,7 @@
 """Predict the needs, actions and costs of a training, before anything is allocated."""
 
-from infinity.planner.decoder import WIDTH_STEP, Shape, decoder_of, shape_of, usual_shape
-from infinity.planner.filled import filled_later, once_filled, states_on_device
+from infinity.planner.decoder import WIDTH_STEP, Shape, decoder_of, shape_of
+from infinity.planner.filled import filled_later, states_on_device
 from infinity.planner.memory import Estimate, estimate, host_problem, largest_model, plan_with_room, problems
 from infinity.planner.rates import Duplex, Rates, rates_of, with_numbers
 from infinity.planner.step_time import StepTime, predict_step
@@ -31,7 +31,6 @@ __all__ = [
     "free_on",
     "host_problem",
     "largest_model",
-    "once_filled",
     "plan_training",
     "plan_with_room",
     "predict_step",
@@ -39,6 +38,5 @@ __all__ = [
     "rates_of",
     "shape_of",
     "states_on_device",
-    "usual_shape",
     "with_numbers",
 ]

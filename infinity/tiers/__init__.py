@@ -2,7 +2,7 @@
 
 from infinity.tiers.activation_file import ActivationFiles
 from infinity.tiers.activations import ActivationStore
-from infinity.tiers.copies import Field, Memory, Move, State, Transfer
+from infinity.tiers.copies import Field, Memory, Move, Transfer
 from infinity.tiers.device_grads import DeviceGrads, DeviceSums
 from infinity.tiers.grads import ARRIVING_UNITS, GradHomes, GradStore, UnitGrads
 from infinity.tiers.link import (
@@ -12,13 +12,11 @@ from infinity.tiers.link import (
     SameMemory,
     accelerator,
     carried_stream,
-    on_stream,
     to_host,
 )
 from infinity.tiers.norms import Norms
 from infinity.tiers.params import Params
 from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
-from infinity.tiers.slots import Extent
 from infinity.tiers.state_layout import DeviceStates, Fields
 from infinity.tiers.states import StateStore
 from infinity.tiers.swap import SwapSpace, open_swap
@@ -35,7 +33,6 @@ __all__ = [
     "DeviceGrads",
     "DeviceStates",
     "DeviceSums",
-    "Extent",
     "Field",
     "Fields",
     "FileRun",
@@ -53,7 +50,6 @@ __all__ = [
     "Residency",
     "SameMemory",
     "Sharding",
-    "State",
     "StateStore",
     "StoredTensor",
     "SwapSpace",
@@ -64,7 +60,6 @@ __all__ = [
     "accelerator",
     "carried_stream",
     "lay_out_image",
-    "on_stream",
     "open_swap",
     "overlap",
     "to_host",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity.tiers import on_stream
+from infinity.tiers.link import on_stream
 
 
 class _Work:

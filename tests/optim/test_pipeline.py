@@ -24,7 +24,8 @@ from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.ticket import Segment, UpdateTicket, WriteParams
 from infinity.schedule.placement import resident_tiles
 from infinity.telemetry import Counters, StallCause, Times
-from infinity.tiers import Extent, Memory, Move, StateStore, SwapSpace, open_swap
+from infinity.tiers import Memory, Move, StateStore, SwapSpace, open_swap
+from infinity.tiers.slots import Extent
 
 UNITS = 5
 NUMEL = 2 * SHARD_ALIGN  # two tiles a unit

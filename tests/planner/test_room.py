@@ -25,8 +25,8 @@ from infinity.planner import (
     plan_with_room,
     problems,
     shape_of,
-    usual_shape,
 )
+from infinity.planner.decoder import usual_shape
 from infinity.planner.memory import Count
 from infinity.planner.work import Pass
 

@@ -27,7 +27,6 @@ from infinity.schedule.scheduler import Scheduler
 from infinity.schedule.unit_state import UnitState
 from infinity.telemetry import Counters, Times
 from infinity.tiers import (
-    Extent,
     GradHomes,
     GradStore,
     HostMemory,
@@ -38,6 +37,7 @@ from infinity.tiers import (
     SwapSpace,
 )
 from infinity.tiers.copies import State
+from infinity.tiers.slots import Extent
 from infinity.tiers.striping import Piece
 
 UNIT = 1024  # elements; a page of float32

@@ -10,8 +10,10 @@ from infinity.errors import InfinityError, StorageError
 from infinity.io import IoFuture, Span
 from infinity.memory import Arena
 from infinity.telemetry import Counters, StallCause, Times, Waits
-from infinity.tiers import Extent, Field, Memory, State, StateStore, SwapSpace
+from infinity.tiers import Field, Memory, StateStore, SwapSpace
+from infinity.tiers.copies import State
 from infinity.tiers.ring import Ring
+from infinity.tiers.slots import Extent
 from infinity.tiers.striping import Stripe
 
 TILE = 4096
