@@ -91,21 +91,17 @@ def run_adam_bench(job: AdamBenchJob, progress: Callable[[str], None]) -> list[A
     """Measure all contenders of a job; the roofline comes first."""
     set_threads(job.threads)
     torch.set_num_threads(job.threads)
-    seconds: dict[str, list[float]] = {}
-    traffic: dict[str, float] = {}
+    contenders: list[tuple[str, float, Step, list[float]]] = []
     with ExitStack() as stack:
-        steps: list[tuple[str, Step]] = []
         for name, bytes_per_param, step in _contenders(job, stack):
             progress(f"{job.numel:,} parameters: preparing {name}")
             step()  # the first step touches new memory and, in a peer, may compile
-            steps.append((name, step))
-            traffic[name] = bytes_per_param
-            seconds[name] = []
+            contenders.append((name, bytes_per_param, step, []))
         for round_index in range(job.rounds):
             progress(f"{job.numel:,} parameters: round {round_index + 1} of {job.rounds}")
-            for name, step in steps:
-                seconds[name].append(step())
-    return [AdamBenchResult(name, traffic[name], tuple(times)) for name, times in seconds.items()]
+            for _, _, step, seconds in contenders:
+                seconds.append(step())
+    return [AdamBenchResult(name, traffic, tuple(seconds)) for name, traffic, _, seconds in contenders]
 
 
 def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, float, Step]]:
