@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -16,29 +16,25 @@ class Loan(NamedTuple):
     memory: StableMemory | None = None
 
 
-class Scratch(Protocol):
-    """Lends tensors."""
+class Scratch:
+    """Lends tensors of the device's allocator, which caches free memory, and does not reuse what a copy still reads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def take(self, numel: int, dtype: torch.dtype) -> Loan:
         """Lend a tensor."""
+        return Loan(torch.empty(numel, dtype=dtype, device=self._device))
 
     def give(self, *loans: Loan) -> None:
         """Take back loans that are no longer in use. A loan that is not given back is freed with its tensor."""
 
 
-def scratch_on(device: torch.device, *, read_late: bool = False) -> Scratch:
-    """Return a lender of tensors on this device.
-
-    Args:
-        read_late: copies that hold a tensor may still read it after it was given back.
-    """
-    return HostScratch() if device.type == "cpu" and not read_late else DeviceScratch(device)
-
-
-class HostScratch:
+class HostScratch(Scratch):
     """Keeps memory that was given back. If no spare memory has the size, it frees all of it before it allocates."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._spare: list[StableMemory] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Loan:
@@ -49,7 +45,7 @@ class HostScratch:
         else:
             while self._spare:
                 self._spare.pop().free()
-            memory = stable_memory(nbytes, torch.device("cpu"))
+            memory = stable_memory(nbytes, self._device)
             memory.allocate()
         return Loan(memory.tensor(dtype, numel), memory)
 
@@ -57,14 +53,10 @@ class HostScratch:
         self._spare += [loan.memory for loan in loans if loan.memory is not None]
 
 
-class DeviceScratch:
-    """Uses the device's allocator, which caches free memory, and does not reuse memory that a copy still reads."""
+def scratch_on(device: torch.device, *, read_late: bool) -> Scratch:
+    """Return a lender of tensors on this device.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def take(self, numel: int, dtype: torch.dtype) -> Loan:
-        return Loan(torch.empty(numel, dtype=dtype, device=self._device))
-
-    def give(self, *loans: Loan) -> None:
-        """Do nothing: the memory is free when its tensor is collected."""
+    Args:
+        read_late: copies that hold a tensor may still read it after it was given back.
+    """
+    return HostScratch(device) if device.type == "cpu" and not read_late else Scratch(device)
