@@ -47,11 +47,10 @@ class _Lane:
     urgent: deque[Task] = field(default_factory=deque)
     others: deque[Task] = field(default_factory=deque)
 
-    def head(self) -> Task:
-        return (self.urgent or self.others)[0]
-
-    def pop(self) -> Task:
-        return (self.urgent or self.others).popleft()
+    @property
+    def next(self) -> deque[Task]:
+        """The tasks that go first; the head runs now."""
+        return self.urgent or self.others
 
     def __bool__(self) -> bool:
         return bool(self.urgent or self.others)
@@ -122,17 +121,16 @@ class Lanes:
         if busy not in self._known:
             self._known[busy] = self._speeds(busy)
         speeds = self._known[busy]
-        passed_s = min(self._lanes[name].head().left_s / speeds[name] for name in busy)
+        passed_s = min(self._lanes[name].next[0].left_s / speeds[name] for name in busy)
         self.now_s += passed_s
         for part in {self._parts[name] for name in busy}:
             self.busy_s[part] += passed_s
         ended = []
         for name in busy:
-            lane = self._lanes[name]
-            head = lane.head()
-            head.left_s -= passed_s * speeds[name]
-            if head.left_s <= 1e-12:
-                ended.append(lane.pop())
+            tasks = self._lanes[name].next
+            tasks[0].left_s -= passed_s * speeds[name]
+            if tasks[0].left_s <= 1e-12:
+                ended.append(tasks.popleft())
         for task in ended:
             self._end(task)
         return passed_s
