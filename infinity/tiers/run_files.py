@@ -210,11 +210,6 @@ class RunFiles:
         self._ended = False
 
     @property
-    def stripes(self) -> Sequence[Stripe]:
-        """Stripes of the earlier process; empty if there was none."""
-        return () if self.found is None else self.found.stripes
-
-    @property
     def record_path(self) -> Path:
         return self._directory / f"infinity-{self.id}-r{self._rank}.record"
 

@@ -59,8 +59,9 @@ def open_swap(
     for path in paths:
         remove_stale(path.path)  # free the space of dead runs
     drives = [_drive(path.path) for path in paths]
-    stripes = [] if run is None else list(run.stripes)  # the layout of adopted files follows from these
-    if not stripes:
+    if run is not None and run.found is not None:
+        stripes = list(run.found.stripes)  # the layout of adopted files follows from these
+    else:
         weights = _weights(paths, drives, options, backend)
         stripes = [
             Stripe(path.path, weight, _capacity(path, len(paths))) for path, weight in zip(paths, weights, strict=True)
@@ -196,16 +197,13 @@ class SwapSpace:
                 raise self._two_slots(error) from error
             raise
 
-    @property
-    def _double_buffered_by(self) -> str:
-        speculative = 'the update schedule "speculative" (see tiering.update_schedule, "deferred" needs one)'
-        return speculative if self.run is None else "tiering.crash_consistent"
-
     def _two_slots(self, error: StorageError) -> StorageError:
         """Return the error with a cause that users may not expect."""
+        speculative = 'the update schedule "speculative" (see tiering.update_schedule, "deferred" needs one)'
+        cause = speculative if self.run is None else "tiering.crash_consistent"
         return StorageError(
             error.errno or errno.ENOSPC,
-            f"{error.strerror}; {self._double_buffered_by} keeps two slots of what a step writes "
+            f"{error.strerror}; {cause} keeps two slots of what a step writes "
             f"({self.slots.nbytes} bytes so far, of rank {self._rank}), without it half of that is enough",
             str(error.filename),
             error.offset,

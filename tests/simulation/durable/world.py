@@ -218,7 +218,7 @@ class Trainer:
 
     def _open(self, directories: list[Path], ranks: TurnRanks) -> SwapSpace:
         run = open_run(directories, {"model": {"elements": SHARD}}, ranks)
-        stripes = run.stripes or [Stripe(path, 1.0, sys.maxsize) for path in directories]
+        stripes = run.found.stripes if run.found else [Stripe(path, 1.0, sys.maxsize) for path in directories]
         swap = SwapSpace([PlainEngine()] * len(stripes), stripes, checksum=True, rank=self.rank, run=run)
         self._states = swap.reserve_slots(TILES * _STATES, [i * _STATES for i in range(TILES + 1)])
         self._params = swap.reserve_slots(TILES * _PARAMS, [i * _PARAMS for i in range(TILES + 1)])
