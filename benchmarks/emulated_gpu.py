@@ -389,7 +389,7 @@ def undo_room(engine: infinity.Engine) -> float:
     for row in runtime.executor.units:
         if row.is_updated_on_device:
             continue
-        tiles = runtime.states.tiles(row.index)
+        tiles = runtime.states.units[row.index].tiles
         undo_bytes = sum(tile.nbytes for tile in tiles if tile.is_in_memory_alone)
         if row.params.can_put_back() and (undo_bytes or not row.is_reconstructable):
             undo_bytes += sum(tile.numel for tile in tiles) * row.params.spec.dtype.itemsize

@@ -125,7 +125,7 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     homes = lease_bytes(each.lease for each in runtime.params.units)
     own = lease_bytes(each.own for each in runtime.grads.units if each.own is not None)
     lent = lease_bytes(each.lease for each in runtime.grads.units if each.lease is not None)
-    tiles = [tile.lease for unit in units for tile in runtime.pipeline._states.tiles(unit)]
+    tiles = [tile.lease for unit in units for tile in runtime.pipeline._states.units[unit].tiles]
     states = lease_bytes(tiles)
     source = engine._step.gradients.source
     here = [each.collected for each in getattr(source, "_units", ()) if each.collected is not None]
@@ -135,7 +135,7 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
 
 
 def offloaded(runtime: Any, unit: int) -> bool:
-    return bool(runtime.params.specs[unit].offloaded)
+    return bool(runtime.sizing.specs[unit].offloaded)
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
