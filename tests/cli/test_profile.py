@@ -214,7 +214,7 @@ def test_ranks_measure_what_they_exchange(tmp_path) -> None:
     command = [sys.executable, "-m", "infinity.cli.main", "run", "--ranks", "2", "profile", "--without-drives"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--params", "65536", "--json"],
+        [*command, *SMALL, "--json"],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
