@@ -18,7 +18,7 @@ from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, 
 from tests.behaviour.test_ranks import Case, plainly
 
 MICRO_BATCHES = 3
-STEPS = 4
+STEPS = 3
 RECIPES = [
     Recipe("fp32", MICRO_BATCHES, steps=STEPS),
     Recipe("fp32", MICRO_BATCHES, 0.5, steps=STEPS),

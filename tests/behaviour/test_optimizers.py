@@ -20,7 +20,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "Lion": {"lr": 1e-4, "betas": [0.9, 0.98], "weight_decay": 0.1},
     "SGD": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
 }
-RECIPE = Recipe("fp32", clipping=1.0)
+RECIPE = Recipe("fp32", clipping=1.0, steps=6)
 
 
 class Lion(torch.optim.Optimizer):

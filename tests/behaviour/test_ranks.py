@@ -28,7 +28,7 @@ from tests.behaviour.reference import (
     train_plainly,
 )
 
-STEPS = 6
+STEPS = 3
 
 
 @dataclass(frozen=True)
