@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -67,6 +68,15 @@ class Faults:
         return self._left <= 0
 
 
+@pytest.fixture(autouse=True)
+def _leaves_no_update_thread() -> Iterator[None]:
+    """Another test's engine that was dropped without `close` may still have its thread, so only new ones count."""
+    before = set(threading.enumerate())
+    yield
+    new = set(threading.enumerate()) - before
+    assert not [thread for thread in new if thread.name == "infinity-update"]
+
+
 @pytest.fixture
 def faults(monkeypatch) -> Faults:
     faults = Faults()
@@ -108,7 +118,6 @@ def assert_closes_cleanly(engine: infinity.Engine, path: Path) -> None:
     engine.close()
     assert time.monotonic() - started_s < 20
     assert not list(path.iterdir())
-    assert not [thread for thread in threading.enumerate() if thread.name == "infinity-update"]
     assert all(torch.isnan(param).all() for param in engine.module.parameters())
 
 
