@@ -82,9 +82,14 @@ def alike(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict[str, 
         assert torch.equal(values, other[1][name]), name
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad"])
-@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 2), ("fp16", 1)])
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "kind", "placement"),
+    [  # all pairs
+        (precision, accumulation, kind, PLACEMENTS[(k + p) % 2])
+        for p, (precision, accumulation) in enumerate([("fp32", 1), ("bf16", 2), ("fp16", 1)])
+        for k, kind in enumerate(["AdamW", "SGD", "Adagrad"])
+    ],
+)
 def test_states_are_made_when_a_parameter_is_unfrozen(precision, accumulation, kind, placement, tmp_path) -> None:
     recipe = Recipe(precision, accumulation, clipping=0.5)
     late, before = (

@@ -145,22 +145,27 @@ def test_below_stage_3_ranks_train_their_mean(stage, offload, clipping, tmp_path
 @pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier", "speculative"])
 def test_so_they_do_under_every_schedule(schedule, tmp_path) -> None:
     clipping = 0.0 if schedule == "backward" else 100.0
-    cases = [Case(stage, paths, "nvme", 1, clipping, schedule) for stage in (1, 2) for paths in PATHS]
-    assert_trained(cases, tmp_path)
+    half = schedule in ("deferred", "speculative")
+    assert_trained(
+        [Case(1 + (index + half) % 2, paths, "nvme", 1, clipping, schedule) for index, paths in enumerate(PATHS)],
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_so_they_do_with_accumulation(stage, tmp_path) -> None:
-    cases = [Case(stage, paths, accumulation=2, clipping=clipping) for paths in PATHS for clipping in (0.0, 0.05)]
+    cases = [
+        Case(stage, paths, accumulation=2, clipping=(0.0, 0.05)[(stage + index) % 2])
+        for index, paths in enumerate(PATHS)
+    ]
     assert_trained(cases, tmp_path)
 
 
 def test_so_they_do_with_cut_blocks(tmp_path) -> None:
     cases = [
-        Case(stage, paths, "nvme", clipping=clipping, tiering={"max_unit_size": "2KiB"})
+        Case(stage, paths, "nvme", clipping=(0.0, 0.05)[(stage + index) % 2], tiering={"max_unit_size": "2KiB"})
         for stage in (1, 2)
-        for paths in PATHS
-        for clipping in (0.0, 0.05)
+        for index, paths in enumerate(PATHS)
     ]
     assert_trained(cases, tmp_path)
 
