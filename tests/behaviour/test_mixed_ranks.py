@@ -136,10 +136,12 @@ def assert_trained(cases: list[Case], path: Path) -> None:
                 torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5, msg=f"{case} {name}")
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.05])
-@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "cpu"), (2, "none"), (2, "nvme")])
-def test_below_stage_3_ranks_train_their_mean(stage, offload, clipping, tmp_path) -> None:
-    assert_trained([Case(stage, paths, offload, clipping=clipping) for paths in PATHS], tmp_path)
+@pytest.mark.parametrize(("stage", "offload", "first"), [(0, "none", 0), (1, "cpu", 1), (2, "none", 1), (2, "nvme", 0)])
+def test_below_stage_3_ranks_train_their_mean(stage, offload, first, tmp_path) -> None:
+    cases = [
+        Case(stage, paths, offload, clipping=(0.0, 0.05)[(first + index) % 2]) for index, paths in enumerate(PATHS)
+    ]
+    assert_trained(cases, tmp_path)
 
 
 @pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier", "speculative"])
@@ -204,8 +206,7 @@ def assert_refused(cases: list[Case], path: Path) -> None:
 LATE = "from the second step on"
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.05])
-@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize(("offload", "clipping"), [("none", 0.0), ("none", 0.05), ("cpu", 0.05), ("nvme", 0.0)])
 def test_at_stage_3_ranks_are_told_what_differs(offload, clipping, tmp_path) -> None:
     assert_refused([Case(3, paths, offload, clipping=clipping) for paths in PATHS if paths != LATE], tmp_path)
 
