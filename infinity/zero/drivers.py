@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
-from infinity.zero.layer_major import LayerMajor
+from infinity.zero.layer_major import Forward, LayerMajor, LayerMajorPass, MicroBatch
 from infinity.zero.phases import Phase
 from infinity.zero.step import Step
 from infinity.zero.unit import Unit
@@ -67,7 +67,7 @@ def train_layer_major(
     step.counter.skip_to_last()
     with step.stopped_by_failures():
         try:
-            losses = layer_major.run([partial(forward, batch) for batch in batches], _LayerMajorStep(step))
+            losses = layer_major.run(_Pass(step, layer_major, [partial(forward, batch) for batch in batches]))
             with step.running(Phase.BACKWARD):
                 step.close_backward()
         except BaseException as error:
@@ -76,19 +76,22 @@ def train_layer_major(
     return losses
 
 
-class _LayerMajorStep:
-    """What a step does as layer-major micro-batches go through its model."""
+class _Pass(LayerMajorPass):
+    """The layer-major micro-batches of a step."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, layer_major: LayerMajor, forwards: Sequence[Forward]) -> None:
+        super().__init__(layer_major, forwards)
         self._step = step
         self._begun = False
 
-    def forward(self, round_index: int, micro_batch: int) -> AbstractContextManager[None]:
+    def _forward(self, micro_batch: MicroBatch) -> None:
         if self._step.activations is not None:
-            self._step.activations.take_turn(round_index, micro_batch)
-        return self._step.running(Phase.FORWARD)
+            self._step.activations.take_turn(self.running, micro_batch.index)
+        with self._step.running(Phase.FORWARD):
+            micro_batch.resume()
 
-    def start(self, micro_batch: int, loss: torch.Tensor) -> None:
+    def _start(self, micro_batch: MicroBatch) -> None:
+        loss = self._take_loss(micro_batch)
         with self._step.running(Phase.BACKWARD):
             self._step.check_finite(loss)
             if not self._begun:
@@ -96,15 +99,17 @@ class _LayerMajorStep:
                 self._begun = True
             self._piece([self._step.losses.scale(loss)], None)
 
-    def go_on(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        with self._step.running(Phase.BACKWARD):
-            self._piece(tensors, grads)
+    def _go_on(self, micro_batch: MicroBatch, round_index: int) -> None:
+        tensors, grads = micro_batch.cuts.take(round_index)
+        if tensors:
+            with self._step.running(Phase.BACKWARD):
+                self._piece(tensors, grads)
 
     def _piece(self, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor] | None) -> None:
         torch.autograd.backward(tensors, grads)
         self._step.hooks.end_backward()
 
-    def complete(self, units: Sequence[Unit]) -> None:
+    def _complete(self, units: Sequence[Unit]) -> None:
         step = self._step
         with step.running(Phase.BACKWARD):
             for unit in sorted(units, key=lambda unit: unit.index, reverse=True):

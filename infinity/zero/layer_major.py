@@ -19,8 +19,8 @@ again to recompute, gets the state that the block had.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,51 +38,32 @@ Forward = Callable[[], torch.Tensor]
 INSTEAD = 'set tiering.accumulation to "micro_batch"'
 
 
-class Listener(Protocol):
-    """The operations of a pass that the engine performs."""
-
-    def forward(self, round_index: int, micro_batch: int) -> AbstractContextManager[None]:
-        """Return a context for the forward of a micro-batch through a block."""
-
-    def start(self, micro_batch: int, loss: torch.Tensor) -> None:
-        """Run autograd's backward from the loss of a micro-batch."""
-
-    def go_on(self, micro_batch: int, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Continue autograd's backward from these tensors."""
-
-    def complete(self, units: Sequence[Unit]) -> None:
-        """Called when backward has left all modules that used these units."""
-
-
 class LayerMajor:
     """Run micro-batches together through the blocks of a model.
 
     Args:
         partition: of a model that is a sequence of blocks.
         device: where the model computes.
+
+    Attributes:
+        checked: paths through the blocks whose graph could be cut.
     """
 
     def __init__(self, model: nn.Module, partition: Partition, device: torch.device) -> None:
-        self._blocks = partition.blocks
-        self._device = device
-        self._pass: _Pass | None = None
-        self._checked: set[tuple[int, ...]] = set()  # paths through the blocks whose graph could be cut
+        self.blocks = partition.blocks
+        self.device = device
+        self.checked: set[tuple[int, ...]] = set()
+        self._pass: LayerMajorPass | None = None
         self._handles = watch_blocks(model, partition, self._entry)
 
-    def run(self, forwards: Sequence[Forward], listener: Listener) -> list[torch.Tensor]:
-        """Run forward and backward of all micro-batches of a step.
-
-        Args:
-            forwards: each runs the model on a micro-batch and returns the loss, a scalar.
-
-        Returns:
-            The losses, detached.
+    def run(self, micro_batches: LayerMajorPass) -> list[torch.Tensor]:
+        """Run forward and backward of all micro-batches of a step. Return the losses, detached.
 
         Raises:
             InfinityError: the model's graph cannot be cut at the entry of its blocks.
-            BaseException: raised by a forward or by the listener; no forward runs any more.
+            BaseException: raised by the forward or backward of a micro-batch; no forward runs any more.
         """
-        self._pass = _Pass(forwards, listener, self._blocks, self._checked, _Generators(self._device))
+        self._pass = micro_batches
         try:
             return self._pass.run()
         finally:
@@ -93,10 +74,6 @@ class LayerMajor:
         """Note the first use of the units in this pass."""
         if self._pass is not None and this_thread.coroutine is not None:
             self._pass.uses(units)
-
-    @property
-    def running(self) -> bool:
-        return self._pass is not None
 
     def _entry(
         self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -111,7 +88,7 @@ class LayerMajor:
         self._handles.clear()
 
 
-class _MicroBatch:
+class MicroBatch:
     """One micro-batch in its pass.
 
     Attributes:
@@ -148,26 +125,22 @@ class _MicroBatch:
             self.cuts.complete()
 
 
-class _Pass(Rounds[_MicroBatch, Unit]):
-    """The forward and backward of one step's micro-batches."""
+class LayerMajorPass(Rounds[MicroBatch, Unit]):
+    """The forward and backward of one step's micro-batches. A subclass performs them.
 
-    def __init__(
-        self,
-        forwards: Sequence[Forward],
-        listener: Listener,
-        blocks: Sequence[str],
-        checked: set[tuple[int, ...]],
-        generators: _Generators,
-    ) -> None:
+    Args:
+        forwards: each runs the model on a micro-batch and returns the loss, a scalar.
+    """
+
+    def __init__(self, layer_major: LayerMajor, forwards: Sequence[Forward]) -> None:
         super().__init__()
-        self._listener = listener
-        self._blocks = blocks
-        self._checked = checked
+        self._blocks = layer_major.blocks
+        self._checked = layer_major.checked
         self._losses = [torch.empty(0, dtype=torch.float32)] * len(forwards)
         seeds = torch.randint(2**62, (len(forwards),)).tolist()
-        threads = _ThreadState(generators.device)
+        generators, threads = _Generators(layer_major.device), _ThreadState(layer_major.device)
         self._micro_batches = [
-            _MicroBatch(index, threads.carried_into(forward), generators, seed)
+            MicroBatch(index, threads.carried_over()(forward), generators, seed)
             for index, (forward, seed) in enumerate(zip(forwards, seeds, strict=True))
         ]
 
@@ -196,28 +169,17 @@ class _Pass(Rounds[_MicroBatch, Unit]):
         micro_batch.path.append(block)
         return micro_batch.cuts.cut(self.running, args), micro_batch.cuts.cut(self.running, kwargs)
 
-    def _forward(self, micro_batch: _MicroBatch) -> None:
-        with self._listener.forward(self.running, micro_batch.index):
-            micro_batch.resume()
-
-    def _start(self, micro_batch: _MicroBatch) -> None:
+    def _take_loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return the loss of a micro-batch whose forward is over."""
         loss = micro_batch.coroutine.take_result()
         path = tuple(micro_batch.path)
         if path not in self._checked:
             self._check(micro_batch, loss)
             self._checked.add(path)
         self._losses[micro_batch.index] = loss.detach()
-        self._listener.start(micro_batch.index, loss)
+        return loss
 
-    def _go_on(self, micro_batch: _MicroBatch, round_index: int) -> None:
-        tensors, grads = micro_batch.cuts.take(round_index)
-        if tensors:
-            self._listener.go_on(micro_batch.index, tensors, grads)
-
-    def _complete(self, units: Sequence[Unit]) -> None:
-        self._listener.complete(units)
-
-    def _check(self, micro_batch: _MicroBatch, loss: torch.Tensor) -> None:
+    def _check(self, micro_batch: MicroBatch, loss: torch.Tensor) -> None:
         """Check that the pieces of the graph are separate.
 
         Raises:
@@ -266,11 +228,8 @@ class _ThreadState:
         }
         self._on_stream = carried_stream(device)
 
-    def carried_into(self, forward: Forward) -> Forward:
-        return self._set()(forward)
-
     @contextmanager
-    def _set(self) -> Iterator[None]:
+    def carried_over(self) -> Iterator[None]:
         with ExitStack() as stack:
             for kind, (enabled, dtype) in self._autocast.items():
                 if enabled:
