@@ -141,7 +141,7 @@ class Commits:
 
     def commit_if_computed(self) -> None:
         """See `StepKeeper`."""
-        if self._due is not None and self._runtime.executor.all_computed:
+        if self._due is not None and self._runtime.executor.in_flight.all_computed:
             self._close_epoch()
 
     def _note(self) -> _Due:

@@ -20,7 +20,7 @@ discard a write by the training loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +86,7 @@ class Executor:
 
     Attributes:
         gathering: unshards units that several ranks share.
+        step_is_over: if False, updated units stay hidden: torch shows no new values before `step()`.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class Executor:
         self._params = params
         self._grads = grads
         self._pipeline = pipeline
-        self._cycle = cycle
-        self._in_flight = in_flight
+        self.cycle = cycle
+        self.in_flight = in_flight
         self.gathering = Gathering(units, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
         self._scheduler = Scheduler(
             units,
@@ -119,7 +120,7 @@ class Executor:
             writes_all=params.keeps_steps,
             writes_unreconstructable=params.is_double_buffered,
         )
-        self._step_is_over = True  # if False, updated units stay hidden: torch shows no new values before `step()`
+        self.step_is_over = True
 
     # Uses #
 
@@ -128,7 +129,7 @@ class Executor:
 
         If this raises, none of these units stays pinned.
         """
-        if self._in_flight.speculative:
+        if self.in_flight.speculative:
             self.roll_back(*rows)
         if self.gathering.ahead:
             self.gathering.make_way(rows)
@@ -156,7 +157,7 @@ class Executor:
         action = None
         for action in self._scheduler.on(event):
             if isinstance(action, AwaitAnyUpdate):
-                self._in_flight.finish_one()
+                self.in_flight.finish_one()
             else:
                 _PERFORMERS[type(action)](self, action.unit, action)
         return action is not None
@@ -175,7 +176,7 @@ class Executor:
 
     def _look_ahead(self) -> None:
         """Start to gather the units that are used next, in their order."""
-        while (row := self.gathering.next_to_gather([self.units[unit] for unit in self._cycle.upcoming])) is not None:
+        while (row := self.gathering.next_to_gather([self.units[unit] for unit in self.cycle.upcoming])) is not None:
             self.roll_back(row)
             row.params.pin()
             try:
@@ -195,7 +196,7 @@ class Executor:
 
     def _end_uses(self, rows: Sequence[Unit]) -> None:
         for row in rows:
-            self.gathering.leave(row, self._cycle.expected)
+            self.gathering.leave(row, self.cycle.expected)
 
     # Actions #
 
@@ -217,7 +218,7 @@ class Executor:
     @contextmanager
     def _in_host_memory(self, row: Unit) -> Iterator[None]:
         """Have this rank's shard of a pinned or resident unit in host memory while the context lasts."""
-        self._in_flight.open_host(row)
+        self.in_flight.open_host(row)
         try:
             self._params.host_wait(row.params)
             yield
@@ -225,12 +226,12 @@ class Executor:
             self._params.close_host(row.params)
 
     def _submit_ahead(self, row: Unit, action: SubmitAhead) -> None:
-        if self._in_flight.can_speculate(row, action.write, action.needed):
+        if self.in_flight.can_speculate(row, action.write, action.needed):
             row.views.hide_trained()
-            self._in_flight.speculate(row, action.write, action.needed)
+            self.in_flight.speculate(row, action.write, action.needed)
 
     def _await_newest(self, row: Unit) -> None:
-        self._in_flight.wait_computed(row)
+        self.in_flight.wait_computed(row)
         self._await_fetch(row)
         self._params.await_update(row.params)
 
@@ -243,11 +244,6 @@ class Executor:
         self.gathering.begin_cycle()
         self.poll()
 
-    @property
-    def uses(self) -> Sequence[int] | None:
-        """The units that the running cycle has used, in their order; None between two cycles."""
-        return self._cycle.recorded
-
     def end_cycle(self, *, learn: bool) -> None:
         """End the cycle, after its backward pass or after a forward pass without one.
 
@@ -256,7 +252,7 @@ class Executor:
         """
         self.gathering.end_cycle()
         # an exception may have skipped a `leave`
-        self._params.keep_pins({row.params for row in self._in_flight.submitted})
+        self._params.keep_pins({row.params for row in self.in_flight.submitted})
         self._do(PassEnds(learn))
         self.hide_evictable()
 
@@ -274,10 +270,6 @@ class Executor:
         """Whether the unit can be evicted and is not pinned."""
         return row.offloaded and not row.is_pinned
 
-    def forward_order(self, rows: Iterable[Unit]) -> list[Unit]:
-        """Return the units, sorted by their first use in the next cycle as far as it is known."""
-        return sorted(rows, key=lambda row: self._cycle.first_use(row.index))
-
     # Updates #
 
     def update(self, row: Unit, segments: tuple[Segment, ...], indices: Collection[int]) -> None:
@@ -286,7 +278,7 @@ class Executor:
         Args:
             indices: of the parameters that the update changes. The running pass may still use the others.
         """
-        self._in_flight.ask(row, segments)
+        self.in_flight.ask(row, segments)
         self.gathering.changed(row)
         row.views.mark_stale(indices)
         if row.params.is_at_hand():
@@ -316,9 +308,9 @@ class Executor:
     def commit(self, row: Unit, indices: Collection[int]) -> None:
         """Commit the speculative update, which changed these parameters. The tiles that it left out are due now."""
         row.views.mark_stale(indices)
-        self._in_flight.commit(row)
+        self.in_flight.commit(row)
         if row.ticket is None:
-            self._in_flight.finished.append(row)
+            self.in_flight.finished.append(row)
         if row.residency is not Residency.STORED:
             self._do(UpdateDue(row))
 
@@ -338,14 +330,14 @@ class Executor:
         for row in ahead:
             if row.residency is Residency.FETCHING:  # prefetched by the plan
                 self._do(OldParametersNeeded(row))
-        to_fetch = [row for row in ahead if row.residency is Residency.STORED and self._in_flight.needs_memory(row)]
+        to_fetch = [row for row in ahead if row.residency is Residency.STORED and self.in_flight.needs_memory(row)]
         at_hand = [row for row in ahead if row not in to_fetch]
         with self._params.critical:  # until every newer copy in memory is dropped
-            stale = self._in_flight.roll_back(at_hand, self.free_gradients, grads=grads)
+            stale = self.in_flight.roll_back(at_hand, self.free_gradients, grads=grads)
             self._spill_returned()
             for row in to_fetch:  # one by one: there may not be room for all of them
                 self._do(OldParametersNeeded(row))
-                self._in_flight.roll_back([row], self.free_gradients, grads=grads)
+                self.in_flight.roll_back([row], self.free_gradients, grads=grads)
             self._spill_returned()
             for row in ahead:
                 self.gathering.changed(row)
@@ -356,7 +348,7 @@ class Executor:
 
     def roll_back_all(self, *, grads: bool = True) -> bool:
         """Roll back all speculative updates. Return whether there were any."""
-        rows = self._in_flight.ahead
+        rows = self.in_flight.ahead
         self.roll_back(*rows, grads=grads)
         return bool(rows)
 
@@ -369,15 +361,10 @@ class Executor:
         if row.due is not None:  # the last step's still needs its gradients; ranks also sum zeros of unused units
             self._do(ParametersNeeded(row))
         if row.ahead is not None:
-            self._in_flight.finish_ahead(row, self.free_gradients)
+            self.in_flight.finish_ahead(row, self.free_gradients)
             self._spill_returned()
-        if self._scheduler.waits_for_memory and self._in_flight.some_ended:
+        if self._scheduler.waits_for_memory and self.in_flight.some_ended:
             self.poll()
-
-    @property
-    def awaits_updates(self) -> bool:
-        """Whether any update is unfinished, or waits for its unit."""
-        return bool(self._in_flight)
 
     def free_gradients(self, row: Unit) -> bool:
         """Free memory for the unit's gradients, by a spill or by waiting for an update. Return False if there is none
@@ -393,15 +380,15 @@ class Executor:
 
     def _spill_returned(self) -> None:
         """If a speculative update has returned gradients, spill the oldest gradients early."""
-        if self._in_flight.gradients_returned:
-            self._in_flight.gradients_returned = False
+        if self.in_flight.gradients_returned:
+            self.in_flight.gradients_returned = False
             self._do(GradientsRest())
 
     def poll(self) -> None:
         """Poll completions: note finished updates, and use the memory that they have released."""
         if self._params.critical.interrupted:
             return
-        in_flight = self._in_flight
+        in_flight = self.in_flight
         in_flight.poll()
         if in_flight.gradients_returned:
             self._spill_returned()
@@ -414,19 +401,15 @@ class Executor:
             if row.ticket is None and row.due is None:
                 self._params.advance(params)
 
-    def begin_step(self) -> None:
-        """Keep updated units hidden until `end_step`."""
-        self._step_is_over = False
-
     def end_step(self) -> None:
         """Show finished units again: all units have this step's update, or have it queued."""
-        self._step_is_over = True
+        self.step_is_over = True
         self._show_finished()
 
     def _show_finished(self) -> None:
         """Show the new values of units whose updates have finished."""
-        while self._step_is_over and self._in_flight.finished:
-            row = self._in_flight.finished.pop()
+        while self.step_is_over and self.in_flight.finished:
+            row = self.in_flight.finished.pop()
             # The finished update may be the last step's: if this step's is submitted already, the values are stale.
             is_stale = row.params.coming is not None or row.is_updating
             if not is_stale:
@@ -439,14 +422,9 @@ class Executor:
         if row.params.residency is Residency.RESIDENT and self.gathering.is_whole(row):
             row.views.show()
 
-    @property
-    def all_computed(self) -> bool:
-        """See `InFlight.all_computed`."""
-        return self._in_flight.all_computed
-
     def _start_pending(self) -> None:
         """Submit every due update, and fetch its unit for that."""
-        for row in self._in_flight.due:
+        for row in self.in_flight.due:
             row.params.pin()
             try:
                 self._do(ParametersNeeded(row))
@@ -456,8 +434,8 @@ class Executor:
     def compute_all(self) -> None:
         """Block until every pending update is computed. Writes of new values to their home may still be running."""
         self._start_pending()
-        for row in self._in_flight.submitted:
-            self._in_flight.wait_computed(row)
+        for row in self.in_flight.submitted:
+            self.in_flight.wait_computed(row)
 
     def write_changed(self) -> None:
         """Write units that were modified outside the optimizer home, where updates expect the newest values on NVMe."""
@@ -470,7 +448,7 @@ class Executor:
         """Finish every update and wait for it. Speculative ones are rolled back."""
         self.roll_back_all()
         self._start_pending()
-        while self._in_flight.finish_one():
+        while self.in_flight.finish_one():
             pass
         self.poll()
         for state in self._scheduler.in_memory:
@@ -613,11 +591,11 @@ _PERFORMERS: dict[type[Action], Callable[[Executor, Any, Any], object]] = {
     AwaitFetch: lambda executor, row, _: executor._await_fetch(row),
     AwaitGradients: lambda executor, row, _: executor._grads.finish_moves(row.grads),
     AwaitSpill: lambda executor, row, _: executor._grads.await_spill(row.grads),
-    AwaitUpdate: lambda executor, row, _: executor._in_flight.finish(row),
+    AwaitUpdate: lambda executor, row, _: executor.in_flight.finish(row),
     Evict: lambda executor, row, _: executor._evict(row),
     Spill: lambda executor, row, _: executor._grads.spill(row.grads),
-    Submit: lambda executor, row, action: executor._in_flight.submit(row, action.write, action.needed),
+    Submit: lambda executor, row, action: executor.in_flight.submit(row, action.write, action.needed),
     SubmitAhead: Executor._submit_ahead,
-    UpdateOnDevice: lambda executor, row, _: executor._in_flight.update_on_device(row),
+    UpdateOnDevice: lambda executor, row, _: executor.in_flight.update_on_device(row),
     AwaitNewest: lambda executor, row, _: executor._await_newest(row),
 }

@@ -30,6 +30,7 @@ class Gradients:
 
     Attributes:
         source: takes them from autograd.
+        alone: gradients can be checked at any time, because no other rank takes part in it.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Gradients:
         self._sums = sums
         self._counters = counters
         self._parts = parts
+        self.alone = source.groups.all.size * parts.ranks.size == 1
         self._last_pass = False
 
     def _landing(self, unit: Unit) -> Landing:
@@ -198,11 +200,6 @@ class Gradients:
     def lag(self) -> int:
         """Number of units whose gradients may still be on their way from the device while the next unit is computed."""
         return max(self._to_host.lag, 0 if self._stays is None else self._stays.lag)
-
-    @property
-    def alone(self) -> bool:
-        """Whether gradients can be checked at any time, because no other rank takes part in it."""
-        return self.source.groups.all.size * self._parts.ranks.size == 1
 
     def ask_others(self, unit: Unit) -> Vote:
         """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""

@@ -75,6 +75,7 @@ class InFlight:
         self._computed: dict[Unit, None] = {}  # subset of `_submitted`; their writes may be in flight
 
     def __bool__(self) -> bool:
+        """Whether any update is unfinished, or waits for its unit."""
         return bool(self._due or self._submitted)
 
     @property

@@ -432,7 +432,8 @@ class Step:
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         self._began_with = self._optimizer.rules()
         self.updates.begin_backward(last=last, in_parts=in_parts, early=self.counter.is_whole_step)
-        uses = None if in_parts == self.all_units else self._executor.uses  # forward passes may run within backward
+        # Uses are unknown if forward passes may run within backward.
+        uses = None if in_parts == self.all_units else self._executor.cycle.recorded
         self.gradients.begin_backward(last=last, uses=uses)
 
     def close_backward(self) -> None:
@@ -505,8 +506,7 @@ class Step:
                     self.keeper.before_updates()
             self._phases.go(Phase.UPDATE)
             self.counter.whole = False
-            outcome = self._update()
-            self.last.outcome = outcome
+            self.last.outcome = outcome = self._update()
             self._grad_placeholders.clear()
             self.counter.counts = replace(
                 counted,
@@ -523,12 +523,12 @@ class Step:
 
     def _update(self) -> StepOutcome:
         try:
-            self.updates.finish_step()
+            outcome = self.updates.finish_step()
             self._runtime.show_newest()
             if self._filling is not None:
                 self._filling.after_step()
             scheduler = self.lr_scheduler
-            if scheduler is not None and advances_by_itself(scheduler) and not self.updates.outcome.skipped:
+            if scheduler is not None and advances_by_itself(scheduler) and not outcome.skipped:
                 scheduler.step()
         except BaseException as error:
             if isinstance(error, NonFiniteError) and not self.updates.under_way:  # no unit was updated
@@ -537,7 +537,7 @@ class Step:
             else:
                 self.fail(error)
             raise
-        return self.updates.outcome
+        return outcome
 
     def abort(self, error: BaseException | None = None) -> None:
         """Abort the running pass. A forward pass returns to the phase before it; a backward pass drops the step's

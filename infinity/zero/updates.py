@@ -99,7 +99,6 @@ class Updates:
         self._foresight = Foresight()
         self.under_way = False  # the step's updates have begun and have not ended
         self.steps: dict[str, int] = {}  # number of updates of each parameter, by name
-        self.outcome = StepOutcome(0.0, skipped=False)  # of the last step
 
     def begin_backward(self, *, last: bool, in_parts: frozenset[Unit] = frozenset(), early: bool = True) -> None:
         """Begin a backward pass.
@@ -288,7 +287,7 @@ class Updates:
             return True
         if not self._gradients.all_lack_room(unit):
             return False
-        if self._executor.awaits_updates:
+        if self._executor.in_flight:
             self._executor.drain()
             return True
         return self._update_voted() or self._update_due(least=1) or self._update_early()
@@ -326,11 +325,12 @@ class Updates:
         self._gradients.remeasure(unit)
         self.rest(unit)
 
-    def finish_step(self) -> None:
+    def finish_step(self) -> StepOutcome:
         """Update all remaining units, now or later, once all gradients of the step have come."""
-        self.outcome = self._finish_step()
+        outcome = self._finish_step()
         self.under_way = False
         self._executor.end_step()
+        return outcome
 
     def _finish_step(self) -> StepOutcome:
         self._pipeline.prefer(begun=False)
@@ -362,7 +362,7 @@ class Updates:
 
     def _await_gradients(self) -> None:
         """Block until all gradients have arrived. Meanwhile, upload the results of speculative updates that end."""
-        if self._executor.awaits_updates:
+        if self._executor.in_flight:
             for unit in reversed(self._gradients.units_with_gradients()):
                 self._gradients.sums_sq(unit)
                 self._executor.poll()
@@ -370,7 +370,8 @@ class Updates:
     def _update_all(self, scale: float) -> None:
         """Update all units that have gradients. Commit speculative updates that used the same rules, and roll back the
         others."""
-        units = self._executor.forward_order(self._gradients.units_with_gradients())
+        units = self._gradients.units_with_gradients()
+        units.sort(key=lambda unit: self._executor.cycle.first_use(unit.index))
         segments = {unit: self._segments(unit, scale) for unit in units}
         others = [unit for unit in units if unit.speculated != segments[unit]]
         self._executor.roll_back(*others)
@@ -381,20 +382,16 @@ class Updates:
 
     def _update(self, unit: Unit, segments: tuple[Segment, ...]) -> None:
         self.under_way = True
-        self._executor.begin_step()
-        self._count(unit)
+        self._executor.step_is_over = False
         indices = self._gradients.with_gradients(unit)
+        for index in indices:
+            name = unit.layout.params[index].name
+            self.steps[name] = self.steps.get(name, 0) + 1
         unit.total.step = None  # the present gradients belong to the update
         if unit.speculated == segments:
             self._executor.commit(unit, indices)
         else:
             self._executor.update(unit, segments, indices)
-
-    def _count(self, unit: Unit) -> None:
-        """Count one more update of each parameter with a gradient."""
-        for index in self._gradients.with_gradients(unit):
-            name = unit.layout.params[index].name
-            self.steps[name] = self.steps.get(name, 0) + 1
 
     def _segments(self, unit: Unit, scale: float) -> tuple[Segment, ...]:
         """Return the unit's update: runs of neighbouring parameters that have a gradient, the same group and the same

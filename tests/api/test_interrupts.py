@@ -417,7 +417,7 @@ def test_an_interrupt_before_stale_copies_are_dropped_stops_the_engine(tmp_path,
     with engine_at(Case("speculative", "nvme", host_memory=106_496, clipping=1e6), tmp_path) as engine:
         one_step(engine, AT)
         engine.backward(engine(data(AT + 1, 0)))
-        assert engine._runtime.executor._in_flight.ahead
+        assert engine._runtime.executor.in_flight.ahead
         monkeypatch.setattr(Executor, "_spill_returned", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.zero_grad()
@@ -436,7 +436,7 @@ def test_an_interrupt_while_updates_are_drained_leaves_no_unit_pinned(tmp_path, 
     with engine_at(Case("deferred", "nvme", host_memory=106_496), tmp_path) as engine:
         executor = engine._runtime.executor
         one_step(engine, AT)
-        assert any(row.residency is Residency.STORED for row in executor._in_flight.due)
+        assert any(row.residency is Residency.STORED for row in executor.in_flight.due)
         monkeypatch.setattr(InFlight, "wait_computed", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.synchronize()

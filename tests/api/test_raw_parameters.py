@@ -58,7 +58,7 @@ def test_before_step_no_parameter_shows_its_update(stage) -> None:
         before = dict(engine.named_parameters())
         engine.backward(loss_of(engine, data[2]))
         deadline = time.monotonic() + 10
-        while not engine._runtime.executor.all_computed and time.monotonic() < deadline:
+        while not engine._runtime.executor.in_flight.all_computed and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(infinity.InfinityError, match="between the last backward pass of a step and step"):
             loss_of(engine, data[3])

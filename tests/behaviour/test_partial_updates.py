@@ -74,7 +74,7 @@ def test_what_an_update_leaves_alone_is_no_older_on_the_drive(tmp_path) -> None:
             if not both:
                 engine.synchronize()
                 assert params.units[0].is_dirty()  # else this shows nothing
-                executor._cycle.plan = None  # the model took another path: whatever changes may leave memory
+                executor.cycle.plan = None  # the model took another path: whatever changes may leave memory
             engine.backward(engine(x, count, both))
             engine.step()
         engine.synchronize()

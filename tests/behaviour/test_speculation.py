@@ -592,7 +592,7 @@ def test_parameters_that_stay_in_memory_are_not_written(clipping, eager, monkeyp
 def leave(engine: infinity.Engine) -> None:
     """Evict all units that no update pins."""
     executor = engine._runtime.executor
-    while executor._in_flight.finish_one():
+    while executor.in_flight.finish_one():
         pass
     for row in tuple(executor._scheduler.in_memory):
         if not row.is_pinned:

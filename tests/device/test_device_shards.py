@@ -96,7 +96,7 @@ def start(
     assert bool(there) == (group is not None)
     assert (there == moving) == (group is not None and not ratio)
     if not (ratio or ahead):
-        assert engine._runtime.executor._cycle.capacity_bytes < sum(spec.nbytes for spec in moving)
+        assert engine._runtime.executor.cycle.capacity_bytes < sum(spec.nbytes for spec in moving)
     return engine
 
 
@@ -219,7 +219,7 @@ def within_the_least(group: dist.ProcessGroup) -> None:
         assert shards <= stays < shards + 20_000, "shards are counted, in addition to small parameters"
         for ids in mine(2):
             step(engine, ids)
-            assert not engine._runtime.executor.awaits_updates, "updates do not wait for unsharded units"
+            assert not engine._runtime.executor.in_flight, "updates do not wait for unsharded units"
         assert engine._runtime.device.peak_bytes <= least
 
 

@@ -333,7 +333,7 @@ def test_inference_prefetches(base, tmp_path) -> None:
     prompts = batches(1)[0][:, :6]
     with infinity.from_pretrained(base, without_optimizer(tmp_path, host_memory="200KiB"), inference=True)[0] as engine:
         engine.generate(prompts, **ASKED)
-        cycle = engine._runtime.executor._cycle
+        cycle = engine._runtime.executor.cycle
         assert cycle.plan is not None
         assert any(action == "prefetch" for step in cycle.plan.steps for action, _ in step.actions)
         engine.generate(prompts, **ASKED)

@@ -171,7 +171,7 @@ class Trainer:
             tiles=lambda unit, writable: iter(self.tiles),
         )
         executor = SimpleNamespace(
-            all_computed=True,
+            in_flight=SimpleNamespace(all_computed=True),
             compute_all=lambda: None,
             write_changed=lambda: None,
             take_over=self._take_over,
