@@ -30,7 +30,7 @@ from infinity.config import Config, NvmeConfig
 from infinity.errors import ConfigError
 from infinity.kernels import scratch_bytes
 from infinity.schedule.budget import MemoryNeeds, MemorySplit, gather_more, raise_memory
-from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill, promotion_order, share_there
+from infinity.schedule.on_device import as_far_as_fits, may_fill, promotion_order, share_there
 from infinity.tiers import ARRIVING_UNITS, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
@@ -168,12 +168,6 @@ class Rules:
         """Return the most bytes that this rank's parameters take on NVMe, without parameters in the user's files."""
         on_drives = self.params.home is Memory.NVME
         return sum(spec.shard_nbytes for spec in specs if on_drives and spec.offloaded and not spec.runs)
-
-    def first_to_stay(
-        self, first: Sequence[int], numels: Sequence[int], bytes_per_param: int, free_bytes: int
-    ) -> frozenset[int]:
-        """Return units whose parameters stay on the device for states that may come later; see the function."""
-        return first_to_stay(first, numels, bytes_per_param, free_bytes) if self.states.fills else frozenset()
 
     def measured_there(self, parts: int) -> int:
         """Return how many of these parts of units have their gradient norms measured on the device."""
@@ -377,11 +371,6 @@ class Shards:
     def states_bytes(self, units: Collection[int]) -> int:
         return sum(self._tile_sizes([self.numels[unit] for unit in units]))
 
-    @cached_property
-    def grad_sizes_there(self) -> list[int]:
-        """Bytes of each unit's gradients on the device."""
-        return [(all_ - below) * self.grad_dtype.itemsize for all_, below in zip(self.numels, self.below, strict=True)]
-
     def _tile_sizes(self, numels: Sequence[int]) -> list[int]:
         return _sizes_of_tiles(numels, self.tile_numel, self.tile_bytes)
 
@@ -562,7 +551,7 @@ class DeviceShare(NamedTuple):
 
 
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
-    grads = grad_share(rules, shards, shards.grad_sizes_there, there=True)
+    grads = grads_there(rules, shards)
     return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sum(_sum_sizes(rules, shards)))
 
 
@@ -584,7 +573,7 @@ def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: in
         grads = [numel * shards.grad_dtype.itemsize for numel in shards.numels]
         sizes, passing = [sum(pair) for pair in zip(states, grads, strict=True)], scratch
     else:
-        sizes, passing = states, scratch + grads_there_bytes(rules, shards, order)
+        sizes, passing = states, scratch + grads_there(rules, shards, order).flowing
     taken = as_far_as_fits(order, sizes, spare_bytes - passing)
     return [unit for unit in order if unit in taken]
 
@@ -599,11 +588,11 @@ def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, 
     return taken
 
 
-def grads_there_bytes(rules: Rules, shards: Shards, came: Collection[int]) -> int:
-    """Return the bytes of gradients on the device after these units' states have come to it."""
+def grads_there(rules: Rules, shards: Shards, came: Collection[int] = ()) -> GradShare:
+    """Return the bytes of gradients on the device, after the states of the units in `came` have come to it, too."""
     there = shards.there.union(came)
     sizes = [numel * shards.grad_dtype.itemsize if unit in there else 0 for unit, numel in enumerate(shards.numels)]
-    return grad_share(rules, shards, sizes, there=True).flowing
+    return grad_share(rules, shards, sizes, there=True)
 
 
 def host_needs(

@@ -27,8 +27,8 @@ class _Between:
         return Times(start.finished_s, start.finished_s, stop.finished_s)
 
 
-class ComputeLane:
-    """A listener of the hooks that forwards every event, and records the computation between events.
+class ComputeLane(Listener):
+    """Forward every event of the hooks, and record the computation between events.
 
     Uses may be nested; a span belongs to the innermost.
 

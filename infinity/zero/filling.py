@@ -22,7 +22,7 @@ import torch
 
 from infinity.config import Config, format_size
 from infinity.memory import Budget, DeviceLevel
-from infinity.schedule.placement import grads_there_bytes, that_fit
+from infinity.schedule.placement import grads_there, that_fit
 from infinity.zero.build import Runtime
 from infinity.zero.ranks import least_of
 
@@ -215,5 +215,5 @@ class Filling:
         else:
             self._states.give(-states_bytes)
         sizing = self._runtime.sizing
-        grads_bytes = grads_there_bytes(sizing.rules, sizing.shards, self.came)
+        grads_bytes = grads_there(sizing.rules, sizing.shards, self.came).flowing
         ledger.widen("gradients on the device", self._grads, grads_bytes - self._grads.capacity_bytes)

@@ -352,8 +352,12 @@ class GatheredParameters:
         for owner, places in by_owner.values():
             looks = self._modifier_rank is None
             runtime = owner.begin_gathering(what[0], stores=not looks)
-            if self._modifier_rank is not None:
-                runtime.ranks.check_rank(self._modifier_rank, "GatheredParameters: modifier_rank")
+            size = runtime.ranks.size
+            if self._modifier_rank is not None and not 0 <= self._modifier_rank < size:
+                raise ConfigError(
+                    f"GatheredParameters: modifier_rank is {self._modifier_rank}, and there are {size} ranks: give "
+                    f"one from 0 to {size - 1}"
+                )
             if looks and runtime.executor.views.writable:
                 places = _show(runtime, places)
             self._models.append(owner.module)

@@ -83,7 +83,7 @@ class Guards:
             InfinityError: a parameter would be used and not trained, or trained and not used; names it.
         """
         self._end_loading()  # left by an exception
-        if self._runtime.executor.views.lends:
+        if self._runtime.executor.views.lent_params:
             lent = next(p for p in self._places.values() if self._lent(p))
             raise InfinityError(
                 f"parameter `{lent.info.name}` is gathered: leave GatheredParameters before the next training forward"

@@ -59,7 +59,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,13 +71,13 @@ from infinity.zero.compiled import is_compiled, left_out
 from infinity.zero.coroutines import this_thread
 from infinity.zero.one_thread import OneThread
 from infinity.zero.outside_units import normalisations
-from infinity.zero.partition import HookPoint, Partition, UnitLayout
+from infinity.zero.partition import HookPoint, Partition
 from infinity.zero.reads import ParameterReads, Used
 from infinity.zero.unit import Unit
 
 
-class Listener(Protocol):
-    """The receiver of the hooks' events."""
+class Listener:
+    """The receiver of the hooks' events; this one ignores them."""
 
     def enter(self, units: tuple[Unit, ...]) -> None:
         """Called before a use of the units; returns when their values are in place."""
@@ -175,7 +175,7 @@ class Hooks:
         moving = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
         self._units = [
             # Backward needs no values of a unit without elements. A fetch of it would fill memory with padding.
-            _UnitUses(unit, layout.index in moving and _has_elements(layout), layout.trained)
+            _UnitUses(unit, layout.index in moving and any(info.numel for info in layout.params), layout.trained)
             for unit, layout in zip(units, partition.units, strict=True)
         ]
         self._calls: list[_Call] = []
@@ -265,7 +265,7 @@ class Hooks:
         try:
             self.end_backward()
         finally:
-            self._listener = self._begun.listener = _Nobody()
+            self._listener = self._begun.listener = Listener()
 
     # Forward #
 
@@ -308,7 +308,8 @@ class Hooks:
             if call.followed:
                 call.begin_with(output, (args, kwargs))
             if module is self._model:
-                self._tell_backward(output, (args, kwargs))
+                for tensor in _recorded_with_bases(output, (args, kwargs)):
+                    tensor.register_hook(self._backward_begins)
 
         if self._compiled:
             before, after = left_out(before), left_out(after)
@@ -326,12 +327,8 @@ class Hooks:
                     "(zero_optimization.stage 2)"
                 )
 
-    def _tell_backward(self, outputs: Any, inputs: Any) -> None:
-        """Report the start of any backward pass before it reaches a parameter."""
-        for tensor in _recorded_with_bases(outputs, inputs):
-            tensor.register_hook(self._backward_begins)
-
     def _backward_begins(self, grad: torch.Tensor) -> None:
+        """Report the start of any backward pass before it reaches a parameter."""
         self._listener.backward_enter(())
         self._note_pass()
 
@@ -425,10 +422,6 @@ class Hooks:
                 table[key] = table.pop(key)
 
 
-def _has_elements(unit: UnitLayout) -> bool:
-    return any(info.numel for info in unit.params)
-
-
 def _may_be_repeated() -> bool:
     """Whether backward may run the present code again: a checkpoint that is not reentrant hooks what autograd saves."""
     hooks_on_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -436,21 +429,6 @@ def _may_be_repeated() -> bool:
         return True  # torch before 2.8 does not tell
     hooks = hooks_on_top(True)
     return hooks is not None and not hooks[0].__module__.startswith("infinity.")
-
-
-class _Nobody:
-    """The listener after `remove`."""
-
-    def enter(self, units: tuple[Unit, ...], **_: bool) -> None:
-        """Do nothing."""
-
-    backward_enter = leave = backward_left = enter
-
-    def in_parts(self, unit: Unit, index: int, *, again: bool) -> None:
-        """Do nothing."""
-
-    def gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:
-        """Do nothing."""
 
 
 class _OfThread(threading.local):

@@ -88,8 +88,8 @@ class LayerMajor:
         self._handles.clear()
 
 
-class MicroBatch:
-    """One micro-batch in its pass.
+class MicroBatch(Coroutine[torch.Tensor]):
+    """The forward of one micro-batch, which pauses at the entry of each block.
 
     Attributes:
         path: the blocks that it has entered.
@@ -97,31 +97,23 @@ class MicroBatch:
     """
 
     def __init__(self, index: int, forward: Forward, generators: _Generators, seed: int) -> None:
+        super().__init__(forward)
         self.index = index
-        self.coroutine = Coroutine(forward)
         self.path: list[int] = []
         self.cuts = Cuts()
         self._generators = generators
         self._random = generators.seeded(seed)
 
-    @property
-    def at(self) -> int | None:
-        return self.coroutine.at
-
-    @property
-    def ended(self) -> bool:
-        return self.coroutine.ended
-
     def resume(self) -> None:
-        """Run to the entry of the next block, or to the loss."""
+        """Run to the entry of the next block, or to the loss, see [Note: random numbers of a coroutine]."""
         outside = self._generators.states()
         self._generators.restore(self._random)
         try:
-            self.coroutine.resume()
+            super().resume()
         finally:
             self._random = self._generators.states()
             self._generators.restore(outside)
-        if self.coroutine.ended:
+        if self.ended:
             self.cuts.complete()
 
 
@@ -150,28 +142,27 @@ class LayerMajorPass(Rounds[MicroBatch, Unit]):
 
     def close(self) -> None:
         """End the forwards that an exception has left waiting."""
-        abandon([micro_batch.coroutine for micro_batch in self._micro_batches])
+        abandon(self._micro_batches)
 
     def enter(
         self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pause a coroutine at a block until the block's turn, then cut the graph."""
-        coroutine = this_thread.coroutine
-        assert coroutine is not None
+        micro_batch = this_thread.coroutine
+        assert isinstance(micro_batch, MicroBatch)
         if not torch.is_grad_enabled():
             raise InfinityError(
                 f"block `{self._blocks[block]}` is called without gradients in a training step, so layer-major "
                 "micro-batches cannot cut the graph there: checkpoint activations with use_reentrant=False, or "
                 + INSTEAD
             )
-        coroutine.pause(block)
-        micro_batch = next(m for m in self._micro_batches if m.coroutine is coroutine)
+        micro_batch.pause(block)
         micro_batch.path.append(block)
         return micro_batch.cuts.cut(self.running, args), micro_batch.cuts.cut(self.running, kwargs)
 
     def _take_loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return the loss of a micro-batch whose forward is over."""
-        loss = micro_batch.coroutine.take_result()
+        loss = micro_batch.take_result()
         path = tuple(micro_batch.path)
         if path not in self._checked:
             self._check(micro_batch, loss)

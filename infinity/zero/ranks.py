@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from infinity.errors import CheckpointError, ConfigError, InfinityError, RankError
+from infinity.errors import CheckpointError, InfinityError, RankError
 from infinity.tiers import Piece, accelerator
 from infinity.zero.ending import abandon, leave_at_exit
 from infinity.zero.launch import launch_of, local_size
@@ -112,10 +112,6 @@ class Ranks:
     meeting: Meeting | None = None
     called: str = ""  # this rank in messages, if these ranks are a part of the meeting
     path: Path = field(default_factory=Path, compare=False)
-
-    @property
-    def on_one_machine(self) -> bool:
-        return self.neighbours == self.size
 
     @property
     def patience_s(self) -> float:
@@ -233,15 +229,6 @@ class Ranks:
     def any_of(self, flags: torch.Tensor) -> Pending:
         """Start to combine bytes in host memory, in place: a byte that is not 0 on some rank becomes so on all."""
         return self._combine(flags, dist.ReduceOp.MAX, "an agreement")
-
-    def check_rank(self, rank: int, what: str) -> None:
-        """Check that there is such a rank.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        if not 0 <= rank < self.size:
-            raise ConfigError(f"{what} is {rank}, and there are {self.size} ranks: give one from 0 to {self.size - 1}")
 
     def any(self, flag: bool) -> bool:
         return self.ask(flag).result()

@@ -32,7 +32,7 @@ from infinity.zero.compiled import refuse_cuda_graphs
 from infinity.zero.compute_lane import ComputeLane
 from infinity.zero.filling import filling_of
 from infinity.zero.grad_placeholders import GradPlaceholders
-from infinity.zero.hooks import Hooks
+from infinity.zero.hooks import Hooks, Listener
 from infinity.zero.last_step import LastStep
 from infinity.zero.layer_major import LayerMajor
 from infinity.zero.losses import Losses, running_pass
@@ -88,8 +88,8 @@ class _Open:
     last: bool = False
 
 
-class Step:
-    """The training step of one engine; forwards the events of the hooks.
+class Step(Listener):
+    """The training step of one engine; receives the events of the hooks.
 
     Attributes:
         counter: finished steps and micro-batches, and which micro-batch ends the step.
@@ -274,7 +274,7 @@ class Step:
             )
 
     def _check_not_gathered(self, what: str) -> None:
-        if self._executor.views.lends:
+        if self._executor.views.lent_params:
             raise InfinityError(
                 f"{what} inside GatheredParameters, which stores its changes at the end: leave it first"
             )

@@ -75,10 +75,6 @@ class ModelViews:
     read: set[tuple[int, int]] = field(default_factory=set)
     detached: bool = False
 
-    @property
-    def lends(self) -> bool:
-        return bool(self.lent_params)
-
 
 class UnitViews:
     """Point one unit's parameters at values, see [Note: what a parameter shows] in executor.py.
