@@ -173,15 +173,6 @@ class Rules:
         """Return how many of these parts of units have their gradient norms measured on the device."""
         return parts if self.grads.stream or self.states.share_there else 0
 
-    def in_place_problem(self) -> str:
-        """Return why frozen weights cannot be used in the user's files; empty if they can."""
-        if self.params.home is Memory.NVME:
-            return ""
-        return (
-            "weights cannot be read in place, because this configuration keeps parameters in memory: set "
-            'zero_optimization.stage to 3 and zero_optimization.offload_param.device to "nvme", or pass in_place=False'
-        )
-
     def no_sync_problem(self) -> str:
         """Return why a rank cannot hold the gradients of several passes before they are reduced; empty if it can."""
         if self.stage >= 2:
@@ -669,9 +660,6 @@ class Placement:
     tiles: tuple[tuple[Memory, ...], ...]
     grad_homes: GradHomes
     stored_bytes: int
-
-    def host_homes_bytes(self, specs: Sequence[FlatSpec]) -> int:
-        return sum(spec.shard_nbytes for spec, home in zip(specs, self.params, strict=True) if home is Memory.HOST)
 
 
 def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 
 import torch
@@ -197,11 +197,14 @@ def build_runtime(
         StorageError: an nvme path cannot be used or does not have the space.
         RankError: one of these on another rank.
     """
-    plan = _lay_out(model, groups, config, optimizer, link, ranks, parts, made, in_files)
+    size = partial(size_up, model, groups, made=made, in_files=in_files)
+    plan = _lay_out(size, config, optimizer, link, ranks, parts)
     facts = {**(facts or {}), "configuration": configuration_facts(plan.config)}
     share_threads(ranks_on_this_machine(ranks), launches=link.discrete, near=cpus_near(link.device))
     with ExitStack() as undo:  # if a later step fails, free everything acquired so far
-        run = _open_run(plan, facts)
+        run = None
+        if plan.config.tiering.crash_consistent:
+            run = open_run([nvme.path for nvme in plan.sizing.rules.drives], facts, ranks)
         memory = _open_memory(plan, undo, run)
         once = _share_sums(plan, memory)
         with _as_one(ranks, parts):
@@ -264,17 +267,13 @@ class _Plan:
 
 
 def _lay_out(
-    model: nn.Module,
-    param_groups: Mapping[str, int],
-    config: Config,
-    optimizer: str,
-    link: Link,
-    ranks: Ranks,
-    parts: ModelParts,
-    made: Collection[str],
-    in_files: Mapping[str, StoredTensor],
+    size: Callable[..., Sizing], config: Config, optimizer: str, link: Link, ranks: Ranks, parts: ModelParts
 ) -> _Plan:
-    """Decide where everything goes; see `build_runtime`."""
+    """Decide where everything goes.
+
+    Args:
+        size: `size_up` of the model.
+    """
     free_bytes = link.free_bytes()
 
     @cache
@@ -283,17 +282,8 @@ def _lay_out(
         return 0 if parts.are_several else free_for_swap(config)
 
     def layout(config: Config) -> Sizing:
-        return size_up(
-            model,
-            param_groups,
-            config,
-            optimizer,
-            discrete=link.discrete,
-            ranks=ranks,
-            made=made,
-            in_files=in_files,
-            device_bytes=free_bytes,
-            drive_bytes=drive_bytes,
+        return size(
+            config, optimizer, discrete=link.discrete, ranks=ranks, device_bytes=free_bytes, drive_bytes=drive_bytes
         )
 
     def is_enough(sizing: Sizing) -> bool:
@@ -515,7 +505,8 @@ def _apart(plan: _Plan, arena: Arena) -> Device | None:
     if plan.sizing.rules.site is Memory.DEVICE:
         return None
     direct = _open_direct(plan.link) if plan.sizing.rules.params.pass_host else None
-    staging_bytes = plan.split.homes_bytes - plan.placement.host_homes_bytes(plan.sizing.specs)
+    at_home = zip(plan.sizing.specs, plan.placement.params, strict=True)
+    staging_bytes = plan.split.homes_bytes - sum(spec.shard_nbytes for spec, home in at_home if home is Memory.HOST)
     return Device(plan.link, arena.part(staging_bytes), direct)
 
 
@@ -577,13 +568,6 @@ def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> Acti
 def _io_options(config: Config) -> IoOptions:
     aio = config.aio
     return IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
-
-
-def _open_run(plan: _Plan, facts: RunFacts) -> RunFiles | None:
-    """Open the files that a later process can continue from, if configured. All ranks call this together."""
-    if not plan.config.tiering.crash_consistent:
-        return None
-    return open_run([nvme.path for nvme in plan.sizing.rules.drives], facts, plan.ranks)
 
 
 def _open_disk(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> SwapSpace:

@@ -262,9 +262,11 @@ def size_up(
         exact=exact,
         updates_in_backward=schedule is UpdateSchedule.BACKWARD,
     )
-    problem = rules.in_place_problem()
-    if in_files and problem:
-        raise ConfigError(problem)
+    if in_files and rules.params.home is not Memory.NVME:
+        raise ConfigError(
+            "weights cannot be read in place, because this configuration keeps parameters in memory: set "
+            'zero_optimization.stage to 3 and zero_optimization.offload_param.device to "nvme", or pass in_place=False'
+        )
     limit_bytes = config.tiering.max_unit_size_bytes
     partition = make_partition(
         model,

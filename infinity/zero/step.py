@@ -60,32 +60,21 @@ class StepKeeper(Protocol):
 
 
 @dataclass(frozen=True)
-class _Direct:
-    """A backward pass that autograd runs without the engine's `backward`.
-
-    Attributes:
-        scope: closed at the end of the pass.
-        number: autograd's number of the pass.
-    """
-
-    scope: ExitStack
-    number: int
-
-
-@dataclass(frozen=True)
 class _Open:
     """A running pass over the model.
 
     Attributes:
         before: the phase before it.
-        direct: of a backward pass that the user has started with `loss.backward()`; else None.
         last: it is the last backward pass of a step.
+        scope: of a backward pass that autograd runs without the engine's `backward`, closed at its end; else None.
+        number: autograd's number of a backward pass.
     """
 
     phase: Phase
     before: Phase
-    direct: _Direct | None = None
     last: bool = False
+    scope: ExitStack | None = None
+    number: int = -1
 
 
 class Step(Listener):
@@ -404,7 +393,7 @@ class Step(Listener):
                 self._phases.go(Phase.IDLE)
             raise
 
-    def open_backward(self, in_parts: frozenset[Unit] | None = None, direct: _Direct | None = None) -> None:
+    def open_backward(self, in_parts: frozenset[Unit] | None = None, scope: ExitStack | None = None) -> None:
         if self.updates.under_way:
             raise InfinityError(
                 'a second backward pass before step(): under tiering.update_schedule "backward" the first has updated '
@@ -418,13 +407,13 @@ class Step(Listener):
             self.gradients.drop_all()  # an interrupted `drop` may have left some
         self._pass_failed = False
         self.counter.backward_begins()
-        if direct is None:
+        if scope is None:
             self._drop_removed_gradients()
         self.updates.roll_back()
         last = self.counter.ends_step
         if self.keeper is not None and last:
             self.keeper.before_updates()
-        before, self._open = self.phase, _Open(Phase.BACKWARD, self.phase, direct, last)
+        before, self._open = self.phase, _Open(Phase.BACKWARD, self.phase, last, scope, running_pass())
         self._grad_placeholders.lift()
         self._phases.go(Phase.BACKWARD)
         if in_parts is None:
@@ -463,14 +452,14 @@ class Step(Listener):
         scope = ExitStack()
         scope.enter_context(self.running(Phase.BACKWARD))
         try:
-            self.open_backward(direct=_Direct(scope, running_pass()))
+            self.open_backward(scope=scope)
         except BaseException:
             scope.close()
             raise
 
     def _close_direct(self) -> None:
-        if self._open is not None and self._open.direct is not None:
-            with self.stopped_by_failures(), self._open.direct.scope:
+        if self._open is not None and self._open.scope is not None:
+            with self.stopped_by_failures(), self._open.scope:
                 self.close_backward()
 
     # Update #
@@ -546,8 +535,8 @@ class Step(Listener):
         The gradients of the failed pass cannot be separated from those of earlier micro-batches, so the step starts
         again.
         """
-        if self._open is not None and self._open.direct is not None:
-            self._open.direct.scope.close()
+        if self._open is not None and self._open.scope is not None:
+            self._open.scope.close()
         self._ranks.path.give_up()
         if isinstance(error, DivergedError):  # gathered units may be mixtures, and some never arrive
             self.hooks.abandon()
@@ -687,10 +676,10 @@ class Step(Listener):
                 raise InfinityError("backward() inside the model's forward: call it on what the forward returns")
             self._open_direct(param)
             opened = self._open
-        if opened is not None and opened.direct is not None:
+        if opened is not None and opened.scope is not None:
             if self.layer_major is not None:
                 raise InfinityError(USE_TRAIN_BATCH)
-            self.losses.share_out(param.grad, opened.direct.number)
+            self.losses.share_out(param.grad, opened.number)
         self._grad_placeholders.arrived.setdefault(unit, set()).add(index)
         addend = self.gradients.take(unit, index, param)
         if addend is not None and self.updates.add(addend):
