@@ -208,7 +208,7 @@ class Executor:
         if row.residency is Residency.FETCHING:
             self._params.fetch_wait(row.params)
 
-    def _evict(self, row: Unit) -> None:
+    def _evict(self, row: Unit, _: Evict) -> None:
         if row.params.is_dirty():  # rare: if the plan evicts a unit after its update, the update writes it home
             with self._in_host_memory(row):
                 row.params.write_home()
@@ -230,7 +230,7 @@ class Executor:
             row.views.hide_trained()
             self.in_flight.speculate(row, action.write, action.needed)
 
-    def _await_newest(self, row: Unit) -> None:
+    def _await_newest(self, row: Unit, _: AwaitNewest) -> None:
         self.in_flight.wait_computed(row)
         self._await_fetch(row)
         self._params.await_update(row.params)
@@ -592,10 +592,10 @@ _PERFORMERS: dict[type[Action], Callable[[Executor, Any, Any], object]] = {
     AwaitGradients: lambda executor, row, _: executor._grads.finish_moves(row.grads),
     AwaitSpill: lambda executor, row, _: executor._grads.await_spill(row.grads),
     AwaitUpdate: lambda executor, row, _: executor.in_flight.finish(row),
-    Evict: lambda executor, row, _: executor._evict(row),
+    Evict: Executor._evict,
     Spill: lambda executor, row, _: executor._grads.spill(row.grads),
     Submit: lambda executor, row, action: executor.in_flight.submit(row, action.write, action.needed),
     SubmitAhead: Executor._submit_ahead,
     UpdateOnDevice: lambda executor, row, _: executor.in_flight.update_on_device(row),
-    AwaitNewest: lambda executor, row, _: executor._await_newest(row),
+    AwaitNewest: Executor._await_newest,
 }

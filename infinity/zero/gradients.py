@@ -31,6 +31,7 @@ class Gradients:
     Attributes:
         source: takes them from autograd.
         alone: gradients can be checked at any time, because no other rank takes part in it.
+        lag: number of units whose gradients may still be on their way from the device while the next is computed.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Gradients:
         self._counters = counters
         self._parts = parts
         self.alone = source.groups.all.size * parts.ranks.size == 1
+        self.lag = max(to_host.lag, 0 if stays is None else stays.lag)
         self._last_pass = False
 
     def _landing(self, unit: Unit) -> Landing:
@@ -196,11 +198,6 @@ class Gradients:
         """Whether the measurements of the unit can be read without waiting."""
         return self._landing(unit).store.has_come(unit.grads)
 
-    @property
-    def lag(self) -> int:
-        """Number of units whose gradients may still be on their way from the device while the next unit is computed."""
-        return max(self._to_host.lag, 0 if self._stays is None else self._stays.lag)
-
     def ask_others(self, unit: Unit) -> Vote:
         """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""
         spoilt, sharing = not self._is_finite_here(unit), self.source.groups.sharing
@@ -276,10 +273,6 @@ class Gradients:
         while (buffer := self._landing(unit).store.open(unit.grads)) is None:
             self._have_freed(unit, free)
         return buffer
-
-    def collected_anywhere(self) -> bool:
-        """Whether some rank has gradients that are not reduced over the ranks yet. All ranks call this together."""
-        return self.source.groups.all.any(self.source.waits)
 
     def collected_values(self, unit: Unit, index: int, *, of_all: bool) -> torch.Tensor | None:
         """Return a copy of a gradient that is not reduced yet: see `Reduction.look`.

@@ -35,27 +35,3 @@ FOLLOWS = {
     Phase.FAILED: frozenset({Phase.CLOSED}),
     Phase.CLOSED: frozenset(),
 }
-
-
-class Phases:
-    """The phase of one step. Only the transitions in `FOLLOWS` are possible.
-
-    Attributes:
-        now: the phase.
-        failure: the error behind FAILED, as text: an exception would keep its frames, so the loss, its graph and the
-            engine alive, in a cycle that the garbage collector does not see.
-    """
-
-    def __init__(self) -> None:
-        self.now = Phase.IDLE
-        self.failure = ""
-
-    def go(self, phase: Phase) -> None:
-        if phase not in FOLLOWS[self.now]:
-            raise RuntimeError(f"a step that is {self.now.value} cannot become {phase.value}")
-        self.now = phase
-
-    def fail(self, error: BaseException) -> None:
-        """Change to FAILED permanently."""
-        self.failure = f"{type(error).__name__}: {error}"
-        self.go(Phase.FAILED)

@@ -37,7 +37,7 @@ from infinity.zero.last_step import LastStep
 from infinity.zero.layer_major import LayerMajor
 from infinity.zero.losses import Losses, running_pass
 from infinity.zero.outside_reads import GraphPosition
-from infinity.zero.phases import Phase, Phases
+from infinity.zero.phases import FOLLOWS, Phase
 from infinity.zero.reduction import Addend
 from infinity.zero.step_counter import StepCounter
 from infinity.zero.unit import Unit
@@ -81,6 +81,7 @@ class Step(Listener):
     """The training step of one engine; receives the events of the hooks.
 
     Attributes:
+        phase: of the step, see [Note: phases] in phases.py.
         counter: finished steps and micro-batches, and which micro-batch ends the step.
         losses: starts backward passes with scaled losses.
         last: results and costs of the last step.
@@ -105,7 +106,8 @@ class Step(Listener):
         )
         self.last = LastStep(config, runtime.counters, runtime.monitor, optimizer, self.losses)
         self.lr_scheduler: Any | None = None
-        self._phases = Phases()
+        self.phase = Phase.IDLE
+        self._failure = ""
         self._open: _Open | None = None
         self._pass_failed = False  # the last backward pass failed, and its gradients were not dropped by the user
         self._optimizer = optimizer
@@ -180,9 +182,11 @@ class Step(Listener):
 
     # Phases #
 
-    @property
-    def phase(self) -> Phase:
-        return self._phases.now
+    def _go(self, phase: Phase) -> None:
+        """Change the phase, as far as `FOLLOWS` allows it."""
+        if phase not in FOLLOWS[self.phase]:
+            raise RuntimeError(f"a step that is {self.phase.value} cannot become {phase.value}")
+        self.phase = phase
 
     def check(self) -> None:
         """Check that training can continue. Abort a pass that an interrupt has left open.
@@ -206,7 +210,7 @@ class Step(Listener):
             self.fail(InfinityError("an update was interrupted"))
         if self.phase is Phase.FAILED:
             raise InfinityError(
-                f"the engine has stopped after an error ({self._phases.failure}): close it, and resume from the last "
+                f"the engine has stopped after an error ({self._failure}): close it, and resume from the last "
                 "checkpoint"
             )
 
@@ -224,7 +228,9 @@ class Step(Listener):
         """Poison the engine: from now on `check` raises. For errors after which states may mix two steps."""
         if self.phase is not Phase.FAILED:
             self._open = None
-            self._phases.fail(error)
+            # As text: the error would keep its frames, so the loss, its graph and the engine, alive.
+            self._failure = f"{type(error).__name__}: {error}"
+            self._go(Phase.FAILED)
 
     @property
     def at_rest(self) -> bool:
@@ -247,7 +253,7 @@ class Step(Listener):
             )
         if self.phase is not Phase.IDLE:
             self._end_cycle(learn=False)
-            self._phases.go(Phase.IDLE)
+            self._go(Phase.IDLE)
 
     def check_values(self, what: str) -> None:
         """Check that parameters have the values of the last step.
@@ -307,7 +313,7 @@ class Step(Listener):
         self.check()
         if self.phase is not Phase.FORWARD:
             self._begin_cycle("the last training pass" if self.counter.ends_step else "a training pass")
-        self._phases.go(Phase.FORWARD)
+        self._go(Phase.FORWARD)
 
     def _begin_cycle(self, kind: str) -> None:
         self._executor.begin_cycle()
@@ -324,7 +330,7 @@ class Step(Listener):
             try:
                 if before is not Phase.FORWARD:
                     self._begin_cycle(f"a pass of {phase.value}")
-                self._phases.go(phase)
+                self._go(phase)
                 with self.hooks.forward(training=training), self.saving():
                     yield
             except BaseException as error:
@@ -346,7 +352,7 @@ class Step(Listener):
     def _back_to(self, before: Phase, *, learn: bool = False) -> None:
         if before is not Phase.FORWARD:
             self._executor.end_cycle(learn=learn)
-        self._phases.go(before)
+        self._go(before)
 
     def saving(self) -> AbstractContextManager[None]:
         """Offload the activations that autograd saves inside."""
@@ -390,7 +396,7 @@ class Step(Listener):
             self._pass_failed = True
             if self._open is None and self.phase is Phase.FORWARD:
                 self._end_cycle(learn=False)
-                self._phases.go(Phase.IDLE)
+                self._go(Phase.IDLE)
             raise
 
     def open_backward(self, in_parts: frozenset[Unit] | None = None, scope: ExitStack | None = None) -> None:
@@ -415,7 +421,7 @@ class Step(Listener):
             self.keeper.before_updates()
         before, self._open = self.phase, _Open(Phase.BACKWARD, self.phase, last, scope, running_pass())
         self._grad_placeholders.lift()
-        self._phases.go(Phase.BACKWARD)
+        self._go(Phase.BACKWARD)
         if in_parts is None:
             # after a forward pass without the engine, gradients of any unit may come in parts
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
@@ -493,7 +499,7 @@ class Step(Listener):
             if self.keeper is not None:
                 with self.stopped_by_failures():
                     self.keeper.before_updates()
-            self._phases.go(Phase.UPDATE)
+            self._go(Phase.UPDATE)
             self.counter.whole = False
             self.last.outcome = outcome = self._update()
             self._grad_placeholders.clear()
@@ -502,7 +508,7 @@ class Step(Listener):
                 global_steps=counted.global_steps + 1,
                 skipped_steps=counted.skipped_steps + int(outcome.skipped),
             )
-            self._phases.go(Phase.IDLE)
+            self._go(Phase.IDLE)
         if self.keeper is not None:
             with self.stopped_by_failures():
                 self.keeper.step_over()
@@ -522,7 +528,7 @@ class Step(Listener):
         except BaseException as error:
             if isinstance(error, NonFiniteError) and not self.updates.under_way:  # no unit was updated
                 self._grad_placeholders.clear()
-                self._phases.go(Phase.IDLE)
+                self._go(Phase.IDLE)
             else:
                 self.fail(error)
             raise
@@ -561,7 +567,7 @@ class Step(Listener):
                     "with its own: the step begins again, so run all of them again",
                     earlier,
                 )
-            self._phases.go(Phase.IDLE)
+            self._go(Phase.IDLE)
         else:
             self.hooks.abandon()
             self._back_to(self._open.before)
@@ -590,7 +596,7 @@ class Step(Listener):
         self.losses.forget_sum()
         self.counter.leave_out()
         if self.phase is Phase.BACKWARD:  # a forward pass keeps its graph: its backward may follow
-            self._phases.go(Phase.IDLE)
+            self._go(Phase.IDLE)
 
     def drop_failed(self) -> None:
         """As `drop`, if a backward pass failed. Such a pass leaves no placeholders, whose removal shows a `zero_grad`
@@ -710,7 +716,7 @@ class Step(Listener):
         if self.phase is Phase.CLOSED:
             return
         self._open = None
-        self._phases.go(Phase.CLOSED)
+        self._go(Phase.CLOSED)
         with ExitStack() as rest:  # in reverse order, each even if others fail
             rest.callback(self._runtime.close)
             if self.activations is not None:
