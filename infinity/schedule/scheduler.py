@@ -27,36 +27,8 @@ from typing import Any, NoReturn
 from infinity.config.sizes import format_size
 from infinity.errors import CapacityError
 from infinity.memory import Budget
-from infinity.schedule.actions import (
-    Action,
-    Actions,
-    AwaitAnyUpdate,
-    AwaitFetch,
-    AwaitGradients,
-    AwaitNewest,
-    AwaitSpill,
-    AwaitUpdate,
-    Event,
-    Evict,
-    Fetch,
-    GradientsNeedRoom,
-    GradientsRest,
-    MemoryFreed,
-    OldParametersNeeded,
-    ParametersMade,
-    ParametersNeeded,
-    ParametersStale,
-    PassBegins,
-    PassEnds,
-    RoomNeeded,
-    Spill,
-    Submit,
-    SubmitAhead,
-    UpdateDue,
-    UpdateForeseen,
-    UpdateOnDevice,
-    UseBegins,
-)
+from infinity.schedule import actions
+from infinity.schedule.actions import Action, Actions, Event
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.unit_state import UnitState
 from infinity.tiers import Residency
@@ -134,17 +106,17 @@ class Scheduler:
 
     # Passes #
 
-    def _begin_pass(self, _: PassBegins) -> Actions:
+    def _begin_pass(self, _: actions.PassBegins) -> Actions:
         self.cycle.begin()
         self.planned.extend(("evict", unit) for unit in self.cycle.strangers(row.index for row in self.in_memory))
         yield from ()
 
-    def _end_pass(self, event: PassEnds) -> Actions:
+    def _end_pass(self, event: actions.PassEnds) -> Actions:
         if self.cycle.end(learn=event.learn) or not event.learn:
             self.planned.clear()
         yield from ()
 
-    def _use(self, event: UseBegins) -> Actions:
+    def _use(self, event: actions.UseBegins) -> Actions:
         row = event.unit
         step = self.cycle.use(row.index)  # of the plan
         if step is None:
@@ -158,7 +130,7 @@ class Scheduler:
             self.planned.extend(step.actions)
             yield from self._follow_plan()
 
-    def _memory_freed(self, _: MemoryFreed) -> Actions:
+    def _memory_freed(self, _: actions.MemoryFreed) -> Actions:
         yield from self._retry_updates()
         yield from self._follow_plan()
 
@@ -188,13 +160,13 @@ class Scheduler:
             yield from self._fetch_now(row)
         if row.due is not None:
             yield from self._update_now(row)
-        yield AwaitNewest(row)
+        yield actions.AwaitNewest(row)
         self._arrived(row)
 
     def _bring_old(self, row: UnitState) -> Actions:
         """As `_bring`, without an update that may be due."""
         yield from self._fetch_now(row)
-        yield AwaitFetch(row)
+        yield actions.AwaitFetch(row)
         self._arrived(row)
 
     def _made(self, row: UnitState) -> Actions:
@@ -216,7 +188,7 @@ class Scheduler:
         """Start to fetch a unit. Return False if it has no room now."""
         if not self._budget.fits(row.nbytes):
             return False
-        yield Fetch(row, urgent)
+        yield actions.Fetch(row, urgent)
         if row.residency is _STORED:  # there was no host memory for it to pass through
             return False
         self._fetching[row] = None
@@ -227,7 +199,7 @@ class Scheduler:
             yield from self._make_room(row)
 
     def _evict(self, row: UnitState) -> Actions:
-        yield Evict(row)
+        yield actions.Evict(row)
         self.in_memory.pop(row, None)
         self._fetching.pop(row, None)  # if its update waited for the fetch, and no use followed
 
@@ -245,14 +217,14 @@ class Scheduler:
                 yield from self._evict(other)
                 return
         if any(other.ticket is not None for other in self.rows):
-            yield AwaitAnyUpdate()
+            yield actions.AwaitAnyUpdate()
             return
         for other in self._fetching:  # prefetched for a use that did not come
             if not other.is_pinned:
                 if other.due is not None:
                     yield from self._update_now(other)
                 else:
-                    yield AwaitFetch(other)
+                    yield actions.AwaitFetch(other)
                     self._arrived(other)
                 return
         self._refuse(row)
@@ -274,15 +246,15 @@ class Scheduler:
         if row.due is None:
             return
         if row.is_updated_on_device:
-            yield UpdateOnDevice(row)
+            yield actions.UpdateOnDevice(row)
             return
         if row.ticket is not None:
             if row.begun is not None:  # the speculative part of the same update is still in the pipeline
                 self.blocked[row] = None
                 return
-            yield AwaitUpdate(row)  # the last step's: computed, but not all written yet
+            yield actions.AwaitUpdate(row)  # the last step's: computed, but not all written yet
         if row.gradients_have_room:
-            yield Submit(row, *self._write_and_next_use(row))
+            yield actions.Submit(row, *self._write_and_next_use(row))
             self.blocked.pop(row, None)
         else:
             self.blocked[row] = None
@@ -290,7 +262,7 @@ class Scheduler:
     def _update_now(self, row: UnitState) -> Actions:
         """Submit the unit's due update. Wait for room if necessary."""
         if row.begun is not None and row.ticket is not None:
-            yield AwaitUpdate(row)
+            yield actions.AwaitUpdate(row)
         while row.due is not None:
             yield from self._try_update(row)
             if row.due is not None and not (yield from self._free_gradients(row)):
@@ -302,7 +274,7 @@ class Scheduler:
         """Submit the expected update as a speculative one, if the unit and its gradients are in memory and idle."""
         at_rest = not (row.is_updating or row.is_updated_on_device) and row.residency is _RESIDENT
         if at_rest and row.gradients_have_room:
-            yield SubmitAhead(row, *self._write_and_next_use(row))
+            yield actions.SubmitAhead(row, *self._write_and_next_use(row))
 
     def _retry_updates(self) -> Actions:
         """Submit blocked updates, the longest first. Stop at the first without room: the others need the same."""
@@ -336,17 +308,17 @@ class Scheduler:
                 other = self._first_in_slot(state)
                 if other is not None:
                     if state is State.ARRIVING:
-                        yield AwaitGradients(other)
+                        yield actions.AwaitGradients(other)
                     if state is not State.LEAVING:
-                        yield Spill(other)
-                    yield AwaitSpill(other)
+                        yield actions.Spill(other)
+                    yield actions.AwaitSpill(other)
                     return True
         if any(other.ticket is not None for other in self.rows):
-            yield AwaitAnyUpdate()
+            yield actions.AwaitAnyUpdate()
             return True
         return False
 
-    def _spill_ahead(self, _event: GradientsRest) -> Actions:
+    def _spill_ahead(self, _event: actions.GradientsRest) -> Actions:
         """Start spills so that the next units find a slot that is free, or will be soon."""
         leaving = sum(self.rows[unit].gradients is State.LEAVING for unit in self._in_slots)
         free = self._gradient_slots - len(self._in_slots)
@@ -354,7 +326,7 @@ class Scheduler:
             oldest = self._first_in_slot(State.VALID)
             if oldest is None:
                 return
-            yield Spill(oldest)
+            yield actions.Spill(oldest)
 
     def _first_in_slot(self, state: State) -> UnitState | None:
         """Return the unit in this state that has been in a slot longest, unless an update reads its gradients."""
@@ -364,17 +336,17 @@ class Scheduler:
 
 # Unbound methods: bound ones would form a cycle, and an unreferenced scheduler would stay until a garbage collection.
 _HANDLERS: dict[type[Event], Callable[[Scheduler, Any], Actions]] = {
-    PassBegins: Scheduler._begin_pass,
-    PassEnds: Scheduler._end_pass,
-    UseBegins: Scheduler._use,
-    MemoryFreed: Scheduler._memory_freed,
-    ParametersNeeded: lambda scheduler, event: scheduler._bring(event.unit),
-    OldParametersNeeded: lambda scheduler, event: scheduler._bring_old(event.unit),
-    ParametersMade: lambda scheduler, event: scheduler._made(event.unit),
-    ParametersStale: lambda scheduler, event: scheduler._drop_stale(event.unit),
-    RoomNeeded: lambda scheduler, event: scheduler._make_room(event.unit),
-    UpdateDue: lambda scheduler, event: scheduler._try_update(event.unit),
-    UpdateForeseen: lambda scheduler, event: scheduler._try_ahead(event.unit),
-    GradientsNeedRoom: lambda scheduler, event: scheduler._free_gradients(event.unit),
-    GradientsRest: Scheduler._spill_ahead,
+    actions.PassBegins: Scheduler._begin_pass,
+    actions.PassEnds: Scheduler._end_pass,
+    actions.UseBegins: Scheduler._use,
+    actions.MemoryFreed: Scheduler._memory_freed,
+    actions.ParametersNeeded: lambda scheduler, event: scheduler._bring(event.unit),
+    actions.OldParametersNeeded: lambda scheduler, event: scheduler._bring_old(event.unit),
+    actions.ParametersMade: lambda scheduler, event: scheduler._made(event.unit),
+    actions.ParametersStale: lambda scheduler, event: scheduler._drop_stale(event.unit),
+    actions.RoomNeeded: lambda scheduler, event: scheduler._make_room(event.unit),
+    actions.UpdateDue: lambda scheduler, event: scheduler._try_update(event.unit),
+    actions.UpdateForeseen: lambda scheduler, event: scheduler._try_ahead(event.unit),
+    actions.GradientsNeedRoom: lambda scheduler, event: scheduler._free_gradients(event.unit),
+    actions.GradientsRest: Scheduler._spill_ahead,
 }

@@ -30,36 +30,8 @@ from infinity.errors import StorageError
 from infinity.io import Priority
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.ticket import Segment
-from infinity.schedule import Cycle
-from infinity.schedule.actions import (
-    Action,
-    AwaitAnyUpdate,
-    AwaitFetch,
-    AwaitGradients,
-    AwaitNewest,
-    AwaitSpill,
-    AwaitUpdate,
-    Event,
-    Evict,
-    Fetch,
-    GradientsNeedRoom,
-    GradientsRest,
-    MemoryFreed,
-    OldParametersNeeded,
-    ParametersMade,
-    ParametersNeeded,
-    ParametersStale,
-    PassBegins,
-    PassEnds,
-    RoomNeeded,
-    Spill,
-    Submit,
-    SubmitAhead,
-    UpdateDue,
-    UpdateForeseen,
-    UpdateOnDevice,
-    UseBegins,
-)
+from infinity.schedule import Cycle, actions
+from infinity.schedule.actions import Action, Event
 from infinity.schedule.scheduler import Scheduler
 from infinity.telemetry import Counters
 from infinity.tiers import GradStore, Params, Residency
@@ -139,7 +111,7 @@ class Executor:
         try:
             for row in rows:
                 self.poll()
-                self._do(UseBegins(row))
+                self._do(actions.UseBegins(row))
                 entered.append(row)
                 if self.gathering.shares:
                     self._gather_for_use(row)
@@ -156,7 +128,7 @@ class Executor:
         """Perform the scheduler's actions for an event. Return whether there were any."""
         action = None
         for action in self._scheduler.on(event):
-            if isinstance(action, AwaitAnyUpdate):
+            if isinstance(action, actions.AwaitAnyUpdate):
                 self.in_flight.finish_one()
             else:
                 _PERFORMERS[type(action)](self, action.unit, action)
@@ -165,7 +137,7 @@ class Executor:
     def gather_preceding(self, row: Unit | None = None) -> None:
         """Gather the units that precede this one in the order of all ranks; with None, all that are stale."""
         for other in self.gathering.preceding(row):
-            self._do(ParametersNeeded(other))
+            self._do(actions.ParametersNeeded(other))
             self.gathering.gather(other)
 
     def _gather_for_use(self, row: Unit) -> None:
@@ -180,7 +152,7 @@ class Executor:
             self.roll_back(row)
             row.params.pin()
             try:
-                self._do(ParametersNeeded(row))
+                self._do(actions.ParametersNeeded(row))
                 self.gathering.look_ahead(row)
             except BaseException:
                 row.params.unpin()
@@ -200,7 +172,7 @@ class Executor:
 
     # Actions #
 
-    def _fetch(self, row: Unit, action: Fetch) -> None:
+    def _fetch(self, row: Unit, action: actions.Fetch) -> None:
         priority = Priority.DEMAND if action.urgent else Priority.PREFETCH
         self._params.fetch_start(row.params, priority, updated=row.due is not None)
 
@@ -208,7 +180,7 @@ class Executor:
         if row.residency is Residency.FETCHING:
             self._params.fetch_wait(row.params)
 
-    def _evict(self, row: Unit, _: Evict) -> None:
+    def _evict(self, row: Unit) -> None:
         if row.params.is_dirty():  # rare: if the plan evicts a unit after its update, the update writes it home
             with self._in_host_memory(row):
                 row.params.write_home()
@@ -225,12 +197,12 @@ class Executor:
         finally:
             self._params.close_host(row.params)
 
-    def _submit_ahead(self, row: Unit, action: SubmitAhead) -> None:
+    def _submit_ahead(self, row: Unit, action: actions.SubmitAhead) -> None:
         if self.in_flight.can_speculate(row, action.write, action.needed):
             row.views.hide_trained()
             self.in_flight.speculate(row, action.write, action.needed)
 
-    def _await_newest(self, row: Unit, _: AwaitNewest) -> None:
+    def _await_newest(self, row: Unit, _: actions.AwaitNewest) -> None:
         self.in_flight.wait_computed(row)
         self._await_fetch(row)
         self._params.await_update(row.params)
@@ -239,7 +211,7 @@ class Executor:
 
     def begin_cycle(self) -> None:
         """Begin a forward pass: follow the plan from its start, and record the uses."""
-        self._do(PassBegins())
+        self._do(actions.PassBegins())
         self.views.read.clear()
         self.gathering.begin_cycle()
         self.poll()
@@ -253,7 +225,7 @@ class Executor:
         self.gathering.end_cycle()
         # an exception may have skipped a `leave`
         self._params.keep_pins({row.params for row in self.in_flight.submitted})
-        self._do(PassEnds(learn))
+        self._do(actions.PassEnds(learn))
         self.hide_evictable()
 
     def hide_evictable(self) -> None:
@@ -282,7 +254,7 @@ class Executor:
         self.gathering.changed(row)
         row.views.mark_stale(indices)
         if row.params.is_at_hand():
-            self._do(UpdateDue(row))
+            self._do(actions.UpdateDue(row))
 
     # Speculative updates, see [Note: updates ahead] in in_flight.py #
 
@@ -300,7 +272,7 @@ class Executor:
         """
         before, row.foreseen = row.ahead, Foreseen(segments, may_leave)
         try:
-            self._do(UpdateForeseen(row))
+            self._do(actions.UpdateForeseen(row))
         finally:
             row.foreseen = None
         return row.ahead is not before
@@ -312,7 +284,7 @@ class Executor:
         if row.ticket is None:
             self.in_flight.finished.append(row)
         if row.residency is not Residency.STORED:
-            self._do(UpdateDue(row))
+            self._do(actions.UpdateDue(row))
 
     def roll_back(self, *rows: Unit, grads: bool = True) -> None:
         """Roll back the speculative updates of these units.
@@ -329,20 +301,20 @@ class Executor:
             return
         for row in ahead:
             if row.residency is Residency.FETCHING:  # prefetched by the plan
-                self._do(OldParametersNeeded(row))
+                self._do(actions.OldParametersNeeded(row))
         to_fetch = [row for row in ahead if row.residency is Residency.STORED and self.in_flight.needs_memory(row)]
         at_hand = [row for row in ahead if row not in to_fetch]
         with self._params.critical:  # until every newer copy in memory is dropped
             stale = self.in_flight.roll_back(at_hand, self.free_gradients, grads=grads)
             self._spill_returned()
             for row in to_fetch:  # one by one: there may not be room for all of them
-                self._do(OldParametersNeeded(row))
+                self._do(actions.OldParametersNeeded(row))
                 self.in_flight.roll_back([row], self.free_gradients, grads=grads)
             self._spill_returned()
             for row in ahead:
                 self.gathering.changed(row)
                 if row in stale:
-                    self._do(ParametersStale(row))
+                    self._do(actions.ParametersStale(row))
                 else:
                     self._show_at_rest(row)  # a backward pass through an earlier graph enters no such unit
 
@@ -369,20 +341,20 @@ class Executor:
     def free_gradients(self, row: Unit) -> bool:
         """Free memory for the unit's gradients, by a spill or by waiting for an update. Return False if there is none
         to free."""
-        freed = self._do(GradientsNeedRoom(row))
+        freed = self._do(actions.GradientsNeedRoom(row))
         self._show_finished()
         return freed
 
     def gradients_rest(self, row: Unit) -> None:
         """Note that the unit's gradients do not change for a while. If the unit spills, spill the oldest ones early."""
         if row.spills:
-            self._do(GradientsRest())
+            self._do(actions.GradientsRest())
 
     def _spill_returned(self) -> None:
         """If a speculative update has returned gradients, spill the oldest gradients early."""
         if self.in_flight.gradients_returned:
             self.in_flight.gradients_returned = False
-            self._do(GradientsRest())
+            self._do(actions.GradientsRest())
 
     def poll(self) -> None:
         """Poll completions: note finished updates, and use the memory that they have released."""
@@ -393,7 +365,7 @@ class Executor:
         if in_flight.gradients_returned:
             self._spill_returned()
         if self._scheduler.waits_for_memory:
-            self._do(MemoryFreed())
+            self._do(actions.MemoryFreed())
         if in_flight.finished:
             self._show_finished()
         for params in self._params.passing:  # through host memory, on the way to the device
@@ -427,7 +399,7 @@ class Executor:
         for row in self.in_flight.due:
             row.params.pin()
             try:
-                self._do(ParametersNeeded(row))
+                self._do(actions.ParametersNeeded(row))
             finally:
                 row.params.unpin()
 
@@ -491,7 +463,7 @@ class Executor:
         self.gathering.drop_ahead()  # the model's pass may be running
         row.params.pin()
         try:
-            self._do(ParametersNeeded(row))
+            self._do(actions.ParametersNeeded(row))
             self.gathering.gather(row)
             row.views.show()
             yield row.params.tensor
@@ -507,7 +479,7 @@ class Executor:
         row.views.look()  # values that `param.data = values` has set
         row.params.pin()
         try:
-            self._do(ParametersNeeded(row))
+            self._do(actions.ParametersNeeded(row))
             with self._in_host_memory(row):
                 yield row.params.shard
         finally:
@@ -570,7 +542,7 @@ class Executor:
         """Yield memory for the first values of a unit, which the caller fills in the context."""
         params = row.params
         while not self._params.create(params):
-            self._do(RoomNeeded(row))
+            self._do(actions.RoomNeeded(row))
         params.pin()
         try:
             yield params.shard
@@ -581,21 +553,21 @@ class Executor:
         finally:
             params.unpin()
         if params.residency is Residency.RESIDENT:
-            self._do(ParametersMade(row))
+            self._do(actions.ParametersMade(row))
         self.refresh(row)
 
 
 # Unbound, because bound methods would form a cycle: an unreferenced executor would stay until a garbage collection.
 _PERFORMERS: dict[type[Action], Callable[[Executor, Any, Any], object]] = {
-    Fetch: Executor._fetch,
-    AwaitFetch: lambda executor, row, _: executor._await_fetch(row),
-    AwaitGradients: lambda executor, row, _: executor._grads.finish_moves(row.grads),
-    AwaitSpill: lambda executor, row, _: executor._grads.await_spill(row.grads),
-    AwaitUpdate: lambda executor, row, _: executor.in_flight.finish(row),
-    Evict: Executor._evict,
-    Spill: lambda executor, row, _: executor._grads.spill(row.grads),
-    Submit: lambda executor, row, action: executor.in_flight.submit(row, action.write, action.needed),
-    SubmitAhead: Executor._submit_ahead,
-    UpdateOnDevice: lambda executor, row, _: executor.in_flight.update_on_device(row),
-    AwaitNewest: Executor._await_newest,
+    actions.Fetch: Executor._fetch,
+    actions.AwaitFetch: lambda executor, row, _: executor._await_fetch(row),
+    actions.AwaitGradients: lambda executor, row, _: executor._grads.finish_moves(row.grads),
+    actions.AwaitSpill: lambda executor, row, _: executor._grads.await_spill(row.grads),
+    actions.AwaitUpdate: lambda executor, row, _: executor.in_flight.finish(row),
+    actions.Evict: lambda executor, row, _: executor._evict(row),
+    actions.Spill: lambda executor, row, _: executor._grads.spill(row.grads),
+    actions.Submit: lambda executor, row, action: executor.in_flight.submit(row, action.write, action.needed),
+    actions.SubmitAhead: Executor._submit_ahead,
+    actions.UpdateOnDevice: lambda executor, row, _: executor.in_flight.update_on_device(row),
+    actions.AwaitNewest: Executor._await_newest,
 }
