@@ -28,19 +28,12 @@ class _Gradient:
         self.sum = grad if self.sum is None else self.sum + grad
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Where backward of the piece before begins, and with what."""
-
-    end: torch.Tensor
-    gradient: _Gradient
-
-
 class Cuts:
     """Where the graph of one forward pass is cut: by round, what was cut in it for the first time."""
 
     def __init__(self) -> None:
-        self._by_round: defaultdict[int, list[_Cut]] = defaultdict(list)
+        # where backward of the piece before begins, and with what
+        self._by_round: defaultdict[int, list[tuple[torch.Tensor, _Gradient]]] = defaultdict(list)
         self._aliases = WeakTensorKeyDictionary()  # by what they stand for
         self._anchor = torch.empty(0, dtype=torch.float32, requires_grad=True)
 
@@ -54,7 +47,7 @@ class Cuts:
                 gradient = _Gradient()
                 alias = _begin(self._anchor, value.detach(), gradient)
                 self._aliases[value] = alias
-                self._by_round[round_index].append(_Cut(_end(value), gradient))
+                self._by_round[round_index].append((_end(value), gradient))
             return alias
         if isinstance(value, dict) and type(value) is dict:
             return {key: self.cut(round_index, item) for key, item in value.items()}
@@ -69,17 +62,17 @@ class Cuts:
     def take(self, round_index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where backward goes on before what was cut in this round, and the gradients there; their last use."""
         ends, grads = [], []
-        for cut in self._by_round.pop(round_index, ()):
-            if cut.gradient.sum is not None:
-                ends.append(cut.end)
-                grads.append(cut.gradient.sum)
+        for end, gradient in self._by_round.pop(round_index, ()):
+            if gradient.sum is not None:
+                ends.append(end)
+                grads.append(gradient.sum)
         return ends, grads
 
     def joined(self, output: torch.Tensor) -> tuple[int, torch.autograd.graph.Node] | None:
         """The last round past whose cuts the graph of `output` goes, and a node there; None if all pieces are apart."""
         seen = set(_graph([output]))
         for round_index in sorted(self._by_round, reverse=True):
-            piece = set(_graph([cut.end for cut in self._by_round[round_index]]))
+            piece = set(_graph([end for end, _ in self._by_round[round_index]]))
             for node in piece & seen:
                 if node.name() not in _ENDS:
                     return round_index, node

@@ -37,7 +37,7 @@ from infinity.telemetry import Counters
 from infinity.tiers import GradStore, Params, Residency
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
-from infinity.zero.ranks import ALONE, Ranks
+from infinity.zero.ranks import Ranks
 from infinity.zero.unit import Foreseen, Unit
 from infinity.zero.views import ModelViews
 
@@ -72,7 +72,7 @@ class Executor:
         cycle: Cycle,
         counters: Counters,
         advice: Callable[[int], str],
-        ranks: Ranks = ALONE,
+        ranks: Ranks,
     ) -> None:
         self.views = views
         self.units = tuple(units)

@@ -204,7 +204,7 @@ class Gathering:
             self._start(row, row.shared)
             self._wait(row.shared)
 
-    def preceding(self, row: Unit | None = None) -> list[Unit]:
+    def preceding(self, row: Unit | None) -> list[Unit]:
         """Return stale units that precede this one in the order of all ranks; with None, all stale units.
 
         A rank gathers them even if it does not use them.

@@ -13,7 +13,7 @@ from infinity.kernels import GradStats
 from infinity.telemetry import Counters
 from infinity.tiers import DeviceSums
 from infinity.zero.landing import Landing, Stays, ToHost
-from infinity.zero.model_parts import UNDIVIDED, ModelParts, local_gradient
+from infinity.zero.model_parts import ModelParts, local_gradient
 from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend, Direct, Reduction
 from infinity.zero.unit import WHOLE, Coming, Measures, Unit
@@ -42,7 +42,7 @@ class Gradients:
         stays: Stays | None,
         sums: DeviceSums,
         counters: Counters,
-        parts: ModelParts = UNDIVIDED,
+        parts: ModelParts,
     ) -> None:
         self._units = units
         self.source = source

@@ -221,11 +221,10 @@ class InFlight:
                 self._clear_ahead(row)
                 self.finish(row)
 
-    def _clear_ahead(self, row: Unit) -> Ahead:
-        """Clear the unit's speculative update, and return it."""
-        ahead = row.decide()
+    def _clear_ahead(self, row: Unit) -> None:
+        """Clear the unit's speculative update."""
+        row.decide()
         self.speculative.pop(row, None)
-        return ahead
 
     def _old_params(self, row: Unit, write: bool) -> OldParams:
         """Return where the expected update would keep the unit's old parameters.

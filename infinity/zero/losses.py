@@ -71,8 +71,8 @@ class Losses:
         norms: Norms,
         *,
         early: bool,
-        keeps: bool = False,
-        keeps_cheap: bool = False,
+        keeps: bool,
+        keeps_cheap: bool,
     ) -> None:
         self.ranks_count = 1 if config.sums_ranks else ranks.size
         self.count = config.gradient_accumulation_steps * self.ranks_count

@@ -476,6 +476,6 @@ def is_first_process() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
-def ranks_on_this_machine(ranks: Ranks = ALONE) -> int:
+def ranks_on_this_machine(ranks: Ranks) -> int:
     """Return how many processes share this machine's memory: those of `ranks`, or the launcher's number."""
     return max(ranks.neighbours, local_size(os.environ))
