@@ -331,7 +331,7 @@ class Executor:
         actions that wait for memory.
         """
         if row.due is not None:  # the last step's still needs its gradients; ranks also sum zeros of unused units
-            self._do(ParametersNeeded(row))
+            self._do(actions.ParametersNeeded(row))
         if row.ahead is not None:
             self.in_flight.finish_ahead(row, self.free_gradients)
             self._spill_returned()
