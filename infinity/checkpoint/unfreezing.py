@@ -40,7 +40,7 @@ def check_possible(name: str, config: Config, ranks: Ranks) -> None:
     reason = ""
     if config.tiering.crash_consistent:
         reason = "the states on the drives (tiering.crash_consistent) are those of the parameters that were trained"
-    elif ranks.neighbours < ranks.size:
+    elif not ranks.on_one_machine:
         reason = "the ranks are on several machines, which need not share a directory"
     if reason:
         raise ConfigError(

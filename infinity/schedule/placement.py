@@ -30,7 +30,7 @@ from infinity.config import Config, NvmeConfig
 from infinity.errors import ConfigError
 from infinity.kernels import scratch_bytes
 from infinity.schedule.budget import MemoryNeeds, MemorySplit, gather_more, raise_memory
-from infinity.schedule.on_device import as_far_as_fits, may_fill, promotion_order, share_there
+from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill, promotion_order, share_there
 from infinity.tiers import ARRIVING_UNITS, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
@@ -169,9 +169,24 @@ class Rules:
         on_drives = self.params.home is Memory.NVME
         return sum(spec.shard_nbytes for spec in specs if on_drives and spec.offloaded and not spec.runs)
 
+    def first_to_stay(
+        self, first: Sequence[int], numels: Sequence[int], bytes_per_param: int, free_bytes: int
+    ) -> frozenset[int]:
+        """Return units whose parameters stay on the device for states that may come later; see the function."""
+        return first_to_stay(first, numels, bytes_per_param, free_bytes) if self.states.fills else frozenset()
+
     def measured_there(self, parts: int) -> int:
         """Return how many of these parts of units have their gradient norms measured on the device."""
         return parts if self.grads.stream or self.states.share_there else 0
+
+    def in_place_problem(self) -> str:
+        """Return why frozen weights cannot be used in the user's files; empty if they can."""
+        if self.params.home is Memory.NVME:
+            return ""
+        return (
+            "weights cannot be read in place, because this configuration keeps parameters in memory: set "
+            'zero_optimization.stage to 3 and zero_optimization.offload_param.device to "nvme", or pass in_place=False'
+        )
 
     def no_sync_problem(self) -> str:
         """Return why a rank cannot hold the gradients of several passes before they are reduced; empty if it can."""
@@ -660,6 +675,9 @@ class Placement:
     tiles: tuple[tuple[Memory, ...], ...]
     grad_homes: GradHomes
     stored_bytes: int
+
+    def host_homes_bytes(self, specs: Sequence[FlatSpec]) -> int:
+        return sum(spec.shard_nbytes for spec, home in zip(specs, self.params, strict=True) if home is Memory.HOST)
 
 
 def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:

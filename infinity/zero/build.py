@@ -505,8 +505,7 @@ def _apart(plan: _Plan, arena: Arena) -> Device | None:
     if plan.sizing.rules.site is Memory.DEVICE:
         return None
     direct = _open_direct(plan.link) if plan.sizing.rules.params.pass_host else None
-    at_home = zip(plan.sizing.specs, plan.placement.params, strict=True)
-    staging_bytes = plan.split.homes_bytes - sum(spec.shard_nbytes for spec, home in at_home if home is Memory.HOST)
+    staging_bytes = plan.split.homes_bytes - plan.placement.host_homes_bytes(plan.sizing.specs)
     return Device(plan.link, arena.part(staging_bytes), direct)
 
 

@@ -114,6 +114,10 @@ class Ranks:
     path: Path = field(default_factory=Path, compare=False)
 
     @property
+    def on_one_machine(self) -> bool:
+        return self.neighbours == self.size
+
+    @property
     def patience_s(self) -> float:
         """How long to wait for the other ranks now: not for long if one has been waited for in vain.
 

@@ -17,7 +17,7 @@ from infinity.optim.formats import SHARD_ALIGN, can_recover, can_recover_param, 
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.optim.undo_log import image_bytes
 from infinity.schedule import MemoryNeeds
-from infinity.schedule.on_device import as_far_as_fits, first_to_stay, promotion_order
+from infinity.schedule.on_device import as_far_as_fits, promotion_order
 from infinity.schedule.placement import (
     DeviceShare,
     ParamBytes,
@@ -262,11 +262,9 @@ def size_up(
         exact=exact,
         updates_in_backward=schedule is UpdateSchedule.BACKWARD,
     )
-    if in_files and rules.params.home is not Memory.NVME:
-        raise ConfigError(
-            "weights cannot be read in place, because this configuration keeps parameters in memory: set "
-            'zero_optimization.stage to 3 and zero_optimization.offload_param.device to "nvme", or pass in_place=False'
-        )
+    problem = rules.in_place_problem()
+    if in_files and problem:
+        raise ConfigError(problem)
     limit_bytes = config.tiering.max_unit_size_bytes
     partition = make_partition(
         model,
@@ -294,9 +292,7 @@ def size_up(
     free_bytes = budget_bytes - dtype.itemsize * sum(unit.numel for unit in partition.units)
     numels = [unit.trainable_numel for unit in partition.units]
     bytes_per_param = layout.bytes_per_param + grad_dtype.itemsize  # of states and gradients
-    stay = there
-    if rules.states.fills:
-        stay |= first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes)
+    stay = there | rules.first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes)
     specs = tuple(_flat_spec(unit, dtype, rules, there=unit.index in stay) for unit in partition.units)
     if not accumulates and _recovers(layout, grad_dtype):
         ahead = rules.with_grads_recovered(params=can_recover_param(layout))
