@@ -399,8 +399,13 @@ class Params:
         """Allocate memory for the unit's tensor, see [Note: stable storage]."""
         if each.spec.offloaded:
             self.ledger.take(each.spec.nbytes, each.spec.name)
-        with self._counters.stalled(StallCause.ALLOCATOR):
-            each.buffer.allocate()
+        try:
+            with self._counters.stalled(StallCause.ALLOCATOR):
+                each.buffer.allocate()
+        except BaseException:
+            if each.spec.offloaded:
+                self.ledger.give(each.spec.nbytes)
+            raise
         if self._device is not None:
             each.since = self._device.link.mark()
 
