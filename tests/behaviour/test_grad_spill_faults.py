@@ -20,7 +20,7 @@ import infinity
 from infinity.config import load_config
 from infinity.io.native import NativeEngine
 from infinity.planner import plan_training
-from infinity.tiers import State
+from infinity.tiers.copies import State
 from tests import prepared
 from tests.behaviour.disks import FailingDisk, swap_on
 from tests.behaviour.ranks import run_ranks
