@@ -381,8 +381,14 @@ class InFlight:
                     f"no host memory is left for the gradients of unit `{row.name}`, whose update is rolled back: "
                     "raise tiering.host_memory"
                 )
+        assert row.ahead is not None
         # Parameters without a gradient and the padding are not reconstructed, but the norm of a shard includes them.
-        return buffer.zero_()
+        end = 0
+        for segment in sorted(row.ahead.ticket.segments, key=lambda each: each.start):
+            buffer[end : segment.start].zero_()
+            end = segment.stop
+        buffer[end:].zero_()
+        return buffer
 
     def _restore_from_undo_log(self, row: Unit) -> None:
         """Restore the parameters from the undo log."""
