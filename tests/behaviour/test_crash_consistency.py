@@ -639,12 +639,12 @@ def test_closing_raises_if_the_drive_cannot_flush_the_last_step(tmp_path, monkey
     train(engine, DATA[:2])
     engine.synchronize()
     engine.wait_checkpoint()
-    train(engine, DATA[:3])
 
     def fail(*_: Any) -> None:
         raise OSError("the drive has failed")
 
-    monkeypatch.setattr(SwapSpace, "record", fail)
+    monkeypatch.setattr(SwapSpace, "record", fail)  # before the step, which may be committed while it ends
+    train(engine, DATA[:3])
     with pytest.raises(OSError, match="the drive has failed"):
         engine.close()
     monkeypatch.undo()
