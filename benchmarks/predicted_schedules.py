@@ -134,27 +134,8 @@ class Paced(Disk):
         self._lock = threading.Lock()
         self._free_at_s = 0.0
 
-    def read(
-        self,
-        file: IoFile,
-        offset: int,
-        span: Span,
-        priority: Priority = Priority.PREFETCH,
-        *,
-        nbytes: int | None = None,
-    ) -> IoFuture:
-        return LateFuture(super().read(file, offset, span, priority), self._turn_s(span.nbytes))
-
-    def write(
-        self,
-        file: IoFile,
-        offset: int,
-        span: Span,
-        priority: Priority = Priority.WRITE_BACK,
-        *,
-        nbytes: int | None = None,
-    ) -> IoFuture:
-        return LateFuture(super().write(file, offset, span, priority), self._turn_s(span.nbytes))
+    def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
+        return LateFuture(super()._submit(write, file, offset, span, priority, nbytes), self._turn_s(nbytes))
 
     def _turn_s(self, nbytes: int) -> float:
         """Seconds from now until it is served."""

@@ -30,11 +30,9 @@ class Disk(IoEngine):
     def _open(self, source: Path, read_only: bool, name: Path) -> IoFile:
         return self._engine._open(source, read_only, name)
 
-    def read(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.PREFETCH) -> IoFuture:
-        return self._engine.read(file, offset, span, priority)
-
-    def write(self, file: IoFile, offset: int, span: Span, priority: Priority = Priority.WRITE_BACK) -> IoFuture:
-        return self._engine.write(file, offset, span, priority)
+    def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
+        begin = self._engine.write if write else self._engine.read
+        return begin(file, offset, span, priority, nbytes=nbytes)
 
     def stats(self) -> IoStats:
         return self._engine.stats()
