@@ -266,6 +266,20 @@ def test_giving_host_memory_back_under_a_copy_is_a_race() -> None:
         module.unregister_host(source.data_ptr())
 
 
+def test_a_copy_that_is_refused_uses_no_memory() -> None:
+    module = torch.get_device_module(DEVICE)
+    source = torch.zeros(MIB, dtype=torch.uint8)
+    target = torch.empty(MIB, dtype=torch.uint8, device=DEVICE)
+    assert module.register_host(source.data_ptr(), source.nbytes) == 0
+    with simdev.configured(launch_us=20_000), seen_races(0):
+        torch.zeros(4, device=DEVICE).index_select(0, torch.tensor([7]).to(DEVICE))
+        with pytest.raises(RuntimeError, match="an earlier kernel failed"):
+            while True:
+                target.copy_(source, non_blocking=True)
+        torch.accelerator.synchronize()
+        module.unregister_host(source.data_ptr())
+
+
 # Hollow kernels #
 
 

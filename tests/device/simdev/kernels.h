@@ -379,9 +379,13 @@ inline void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack
 // Copies #
 
 // Looks after the host memory of a copy that the host does not wait for. What is written is poisoned when the copy is
-// queued, so that a host that reads it early finds NaN; what is read must be the same when the copy runs.
+// queued, so that a host that reads it early finds NaN; what is read must be the same when the copy runs. The copy is
+// pending until this is destroyed, also if it fails or is never queued.
 class HostSide {
   public:
+    HostSide(const HostSide&) = delete;
+    HostSide& operator=(const HostSide&) = delete;
+
     HostSide(const Tensor& host, bool written)
         : range_{static_cast<const char*>(host.data_ptr()), host.nbytes(), written} {
         bool in_use = pending_copies().touch(range_.begin, range_.nbytes, /*written_only=*/!written);
@@ -393,12 +397,12 @@ class HostSide {
         pending_copies().add(range_);
     }
 
+    ~HostSide() { pending_copies().remove(range_); }
+
     void before_run() const {
         if (compares_ && checksum(range_.begin, range_.nbytes) != before_)
             report_race("the host changed the source of a copy before it ran", range_.nbytes);
     }
-
-    void after_run() const { pending_copies().remove(range_); }
 
   private:
     PendingCopies::Range range_;
@@ -433,13 +437,12 @@ inline Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blo
         watched = std::make_shared<HostSide>(host, down);
     double rate = down ? settings().d2h : settings().h2d;
     double seconds = (rate ? bytes / rate : 0) + settings().link_us * 1e-6;
-    auto run = [from, to, watched, copies = settings().copy != 0]() mutable {
+    auto run = [from, to, watched = std::move(watched), copies = settings().copy != 0]() mutable {
         if (watched)
             watched->before_run();
         if (copies)
             to.copy_(from);
-        if (watched)
-            watched->after_run();
+        watched.reset();
     };
     // It reads and writes as late as it can, so that nobody profits from a copy that is not done.
     launch(down ? kDown : kUp, seconds, down ? "d2h" : "h2d", std::move(run), /*late=*/seconds > 0);
