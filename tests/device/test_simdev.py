@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -273,9 +275,9 @@ def test_a_copy_that_is_refused_uses_no_memory() -> None:
     assert module.register_host(source.data_ptr(), source.nbytes) == 0
     with simdev.configured(launch_us=20_000), seen_races(0):
         torch.zeros(4, device=DEVICE).index_select(0, torch.tensor([7]).to(DEVICE))
+        copies = (target.copy_(source, non_blocking=True) for _ in count())
         with pytest.raises(RuntimeError, match="an earlier kernel failed"):
-            while True:
-                target.copy_(source, non_blocking=True)
+            deque(copies, maxlen=0)
         torch.accelerator.synchronize()
         module.unregister_host(source.data_ptr())
 
