@@ -74,7 +74,8 @@ class InFlight:
         self._submitted: dict[int, Unit] = {}
         self._computed: dict[Unit, None] = {}  # subset of `_submitted`; their writes may be in flight
 
-    def __bool__(self) -> bool:
+    @property
+    def is_busy(self) -> bool:
         """Whether any update is unfinished, or waits for its unit."""
         return bool(self._due or self._submitted)
 

@@ -287,7 +287,7 @@ class Updates:
             return True
         if not self._gradients.all_lack_room(unit):
             return False
-        if self._executor.in_flight:
+        if self._executor.in_flight.is_busy:
             self._executor.drain()
             return True
         return self._update_voted() or self._update_due(least=1) or self._update_early()
@@ -362,7 +362,7 @@ class Updates:
 
     def _await_gradients(self) -> None:
         """Block until all gradients have arrived. Meanwhile, upload the results of speculative updates that end."""
-        if self._executor.in_flight:
+        if self._executor.in_flight.is_busy:
             for unit in reversed(self._gradients.units_with_gradients()):
                 self._gradients.sums_sq(unit)
                 self._executor.poll()

@@ -434,7 +434,7 @@ class _Loop:
         self._check_at_rest()
 
     def _check_at_rest(self) -> None:
-        if self._executor.in_flight:
+        if self._executor.in_flight.is_busy:
             raise RuntimeError("updates are left behind")
 
     def _zero_grad(self) -> None:
