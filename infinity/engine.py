@@ -239,7 +239,9 @@ class Engine(Accessors):
 
         Args:
             loss: a scalar tensor that the forward pass of the engine has computed. It is divided by the gradient
-                accumulation steps here, and in fp16 multiplied by the loss scale.
+                accumulation steps and the ranks here, and in fp16 multiplied by the loss scale. So are the gradients
+                of tensors that are not parameters of the engine, such as inputs or a temperature of the loss: sum
+                those of all ranks.
             retain_graph: as in `torch.Tensor.backward`.
             scale_wrt_gas: False if the loss is already divided by the gradient accumulation steps.
 
