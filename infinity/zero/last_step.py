@@ -20,8 +20,8 @@ class LastStep:
     """Results and costs of the last step.
 
     Attributes:
-        outcome: None before the first step.
-        stats: the costs.
+        outcome: gradient norm, and whether the step was skipped; None before the first step.
+        stats: times, bytes moved and memory peaks of the step.
         loss: mean of this rank's losses, if a monitor reads it or it costs nothing to know.
         told: values that the training loop has reported, for monitors.
     """
@@ -40,11 +40,11 @@ class LastStep:
         self._losses = losses
 
     def go_on_from(self, before: LastStep) -> None:
-        """Take over the reports of an earlier engine of the same training."""
+        """Copy the results of an earlier engine of the same training."""
         self.outcome, self.stats, self.loss, self.told = before.outcome, before.stats, before.loss, before.told
 
     def end_step(self, counts: Counts, peak_bytes: dict[str, int]) -> None:
-        """Report the step that has just ended; `outcome` is set."""
+        """Compute and report the costs of the step that has just ended. The caller has set `outcome`."""
         outcome = self.outcome
         assert outcome is not None
         self.stats = self._counters.end_step(peak_bytes, grad_norm=outcome.grad_norm, skipped=outcome.skipped)

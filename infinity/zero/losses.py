@@ -1,10 +1,10 @@
 """Scale the losses from which backward passes start.
 
 [Note: one loss of several engines]
-A loss may depend on the models of several engines, while only one of them scales it, or the user scales it with one.
-The other engines get gradients that are scaled already. So during its own backward pass the scaled loss records its
-scale under the number of that pass. An engine that did not scale it reads this record before it scales a gradient. By
-then all losses behind the gradient have made their record.
+A loss may depend on the models of several engines. Only one of these engines scales it, in `backward` or `scale`; the
+others get gradients that are already scaled. So a hook on the scaled loss records its scale when the backward pass
+begins there, under the number of the pass. An engine that did not scale the loss reads these records before it scales a
+gradient. At that time, the hooks of all losses that the gradient comes from have run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Scale(NamedTuple):
     """The factor on a loss.
 
     Attributes:
-        fp16: it includes a loss scale, so that no small gradient was lost.
+        fp16: whether the factor includes a loss scale, which keeps small gradients from becoming zero.
     """
 
     factor: float
@@ -51,16 +51,17 @@ class Losses:
     """The losses of a step's micro-batches.
 
     Attributes:
-        count: number of losses whose mean is the step's; of one rank if the ranks' gradients are summed.
-        ranks_count: number of ranks with such losses.
+        count: the number that each loss is divided by: the micro-batches of a step on all ranks, or on one rank if the
+            ranks' gradients are summed and not averaged.
+        ranks_count: the ranks' part of `count`.
         loss_scale: of fp16 training; its `value` is 1 otherwise.
-        scaled: the user has scaled the loss whose backward comes.
+        scaled: whether `scale` was called for the loss whose backward pass comes next.
 
     Args:
-        norms: of the last loss, if the device measures it.
-        early: units are updated before all gradients of a step are known.
-        keeps: sum up the losses of a step, for `take_sum`.
-        keeps_cheap: as `keeps`, if this needs no wait for a device.
+        norms: measures on the device whether a loss is finite; falsy without a device.
+        early: whether units are updated before all gradients of a step are known.
+        keeps: whether to sum up the losses of a step, for `take_sum`.
+        keeps_cheap: whether to do so for losses in host memory, which need no wait for a device.
     """
 
     def __init__(
@@ -89,10 +90,10 @@ class Losses:
         self._coming: tuple[int, Coming] | None = None  # the step whose loss is being measured
 
     def scale(self, loss: torch.Tensor, *, whole_step: bool = False) -> torch.Tensor:
-        """Return the start of a micro-batch's backward: its share of the step's loss, times the loss scale.
+        """Return the tensor to call `backward()` on: the loss divided by `count`, and in fp16 times the loss scale.
 
         Args:
-            whole_step: the loss is its share of this rank's step already.
+            whole_step: whether the loss is already divided by the gradient accumulation steps.
         """
         self.scaled = True
         if (self._keeps or (self._keeps_cheap and loss.is_cpu)) and type(loss) is torch.Tensor:
@@ -122,10 +123,10 @@ class Losses:
 
         Args:
             step: for messages.
-            late: a result in `check_late` is early enough.
+            late: whether a loss on the device may be checked later, by `check_late`.
 
         Raises:
-            NonFiniteError: it is not finite.
+            NonFiniteError: the loss of a rank is not finite.
         """
         self._coming = None
         if not self._early:
@@ -136,7 +137,7 @@ class Losses:
             raise _not_finite(step, str(loss.item()))
 
     def check_late(self) -> None:
-        """Finish a `check` that waits for the device, before the running backward changes any parameter."""
+        """Finish a `check` of a loss on the device, before the backward pass changes any parameter."""
         if self._coming is None:
             return
         (step, coming), self._coming = self._coming, None
@@ -158,11 +159,11 @@ class Losses:
         """Scale a gradient in place as if the loss had been scaled here.
 
         Args:
-            backward_pass: number of the pass that made it.
+            backward_pass: number of the pass that computed the gradient.
 
         Raises:
-            UnscaledLossError: in fp16, where small gradients are lost by now.
-            InfinityError: it comes from losses that other engines have scaled differently.
+            UnscaledLossError: fp16 training needs a scaled loss, and no engine has scaled it.
+            InfinityError: the gradient comes from losses that other engines have scaled by different factors.
         """
         if self.scaled:
             return
@@ -171,8 +172,8 @@ class Losses:
             told = ", ".join(f"{scale.factor:g}" for scale in sorted(others))
             raise InfinityError(
                 f"one backward pass goes through losses that other engines have scaled by different numbers ({told}), "
-                "so that this engine's gradients have no one scale: scale all of them with one engine, or have all "
-                "engines accumulate the same number of micro-batches"
+                "so this engine's gradients do not have one scale: scale all of the losses with one engine, or set the "
+                "same gradient_accumulation_steps for all engines"
             )
         other = next(iter(others), None)
         if self._fp16 and (other is None or not other.fp16):

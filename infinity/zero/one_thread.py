@@ -1,7 +1,7 @@
-"""Refuse a second thread in a model whose forward another thread runs.
+"""Refuse a forward pass while another thread runs a forward pass of the same model.
 
-Units are fetched, evicted and recorded in the order of one thread's calls. Calls of two threads at once would wait for
-each other's memory, or end each other's uses.
+Units are fetched, evicted and recorded in the order of one thread's calls. Two threads at once would wait for memory
+that the other one holds, or end the use of a unit that the other one computes on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from infinity.zero.coroutines import this_thread
 
 
 class OneThread:
-    """The thread that runs a model's forward, if one does.
+    """The holder: the thread that runs the model's forward pass, if one does.
 
-    Coroutines, of which one runs at a time, and autograd's threads, for which the holder waits, need no claim.
+    Coroutines need no claim, because one of them runs at a time. Autograd's threads need none, because the holder waits
+    for them.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,9 @@ class OneThread:
         self._holder: int | None = None
 
     def claim(self) -> bool:
-        """Return whether this thread has become the holder, which must `release`; False if it is, or needs no claim.
+        """Make this thread the holder. Return False if it already is the holder, or needs no claim.
+
+        After True, the thread must call `release`.
 
         Raises:
             InfinityError: another thread is the holder.
@@ -50,7 +53,7 @@ class OneThread:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the model inside; see `claim`."""
+        """Hold the model inside of this context; see `claim`."""
         claimed = self.claim()
         try:
             yield

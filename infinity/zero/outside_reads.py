@@ -1,7 +1,8 @@
 """Parameters that a loss reads after the model's forward pass, found before the loss's backward.
 
-Between passes a parameter that comes and goes is NaN where its unit is away. Torch's functions, and an
-`autograd.Function` of the user's, would compute a loss of that without a word, and the batch would be blamed.
+Outside of a pass, a parameter reads as NaN while its unit is not in memory. Torch's functions, and an
+`autograd.Function` of the user, compute a loss from this NaN without an error. Users would then look for the cause in
+the batch.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
-_MAX_NODES = 10_000  # of a loss; a part of a model that was taken for one is not followed for ever
+_MAX_NODES = 10_000  # limits the search if a part of the model ran after `position`; a loss has fewer nodes
 
 
 @dataclass(frozen=True)
 class GraphPosition:
-    """A moment in the graph that a thread makes: autograd numbers its nodes in the order in which they come.
+    """A moment in one thread's construction of the autograd graph.
 
     Attributes:
-        node: number of the next one.
+        thread: identifier of the thread.
+        node: number of the next node: autograd numbers the nodes of a thread in the order of their creation.
     """
 
     thread: int
@@ -32,9 +34,9 @@ class GraphPosition:
 
 
 def leaves_read_since(loss: torch.Tensor, position: GraphPosition) -> Iterator[torch.Tensor]:
-    """The leaves that need a gradient and that nodes of the loss's graph read which were made since then.
+    """Yield the leaves that the loss's graph reads through nodes created after `position`, and that need a gradient.
 
-    None if the loss was made by another thread, whose nodes have numbers of their own.
+    Yield nothing if another thread created the loss, because each thread numbers its own nodes.
     """
     if loss.grad_fn is None or position.thread != threading.get_ident():
         return

@@ -1,13 +1,18 @@
 """The path of a rank through the model, and whether all ranks take the same path.
 
 [Note: one way for all ranks]
-Collectives carry no names: ranks that start different ones mix values of different units, hang, or abort if sizes
-differ. So each exchange of a unit is checked before it begins. Ranks that repeat their last pass need no message for
-this: all of them know the next exchange and start it. A rank that is about to do something else starts nothing: it
-waits for the others at the meeting point, in the store of `torch.distributed`. Ranks that leave the path at the same
-exchange come to it, too. If they want the same, this is their new path, and they agree on each further exchange. Ranks
-that have kept to the path wait in vain for an exchange with this rank, see its call at the meeting point, and answer
-with the exchange that they have begun. A pass of a new kind is agreed on exchange by exchange, too.
+A collective has no name. If ranks start collectives for different units, they mix the values of these units, hang, or
+abort because the sizes differ. So each exchange of a unit (a gather or a reduction) is checked before it begins:
+
+- Ranks that repeat their last pass send no message: all of them expect the same exchange, and start it.
+- A rank whose next exchange is not the expected one does not start it. It announces the exchange in the store of
+  `torch.distributed` (the meeting point) and waits for the other ranks.
+- Ranks that leave the path at the same exchange announce it, too. If all announce the same exchange, they start it, and
+  then compare each further exchange of this pass.
+- A rank that has started the expected exchange waits for the missing rank. While it waits, it sees the announcement and
+  answers with its own exchange. The two differ, so all ranks raise DivergedError.
+
+In the first pass of a kind, the ranks compare every exchange.
 """
 
 from __future__ import annotations
@@ -21,33 +26,33 @@ import torch
 from infinity.errors import DivergedError
 from infinity.zero.meeting import OtherCallError
 
-_RECENT = 4096  # by how many exchanges a rank can be ahead of another
+_RECENT = 4096  # at most this many exchanges can one rank be ahead of another
 
 
 class Peers(Protocol):
-    """The ranks that take one path."""
+    """The ranks that must take the same path."""
 
     def together(self, what: str) -> None:
         """Block until all ranks call this with the same `what`."""
 
     def same(self, number: int) -> bool:
-        """Whether all ranks have this number."""
+        """Whether all ranks call this with the same number."""
 
     def waiting(self) -> list[str]:
         """Return the calls of `together` in which other ranks wait."""
 
 
 class Path:
-    """The units that this rank has exchanged so far, in order, as a number."""
+    """The exchanges of this rank so far, in order, and their checksum."""
 
     def __init__(self) -> None:
         self._number = 0
         self._peers: Peers | None = None
-        self._known: dict[str, list[str]] = {}  # the last pass of each kind
+        self._known: dict[str, list[str]] = {}  # exchanges of the last pass of each kind
         self._kind: str | None = None  # of the running pass
-        self._expected: list[str] | None = None  # None if ranks agree on each exchange
-        self._passed: list[str] = []  # in this pass
-        self._count = 0  # over all passes
+        self._expected: list[str] | None = None  # exchanges of this pass; None if ranks compare each exchange
+        self._passed: list[str] = []  # exchanges of this pass so far
+        self._count = 0  # exchanges of all passes
         self._recent: deque[str] = deque(maxlen=_RECENT)
         self._diverged = ""
 
@@ -56,7 +61,7 @@ class Path:
         self._peers = peers
 
     def begin(self, kind: str) -> None:
-        """Begin a pass over the model; passes of a kind are probably alike."""
+        """Begin a pass over the model. Passes of the same kind are expected to have the same exchanges."""
         self._kind, self._expected, self._passed = kind, self._known.get(kind), []
 
     def end(self) -> None:
@@ -72,13 +77,13 @@ class Path:
         """Check an exchange that is about to begin.
 
         Raises:
-            DivergedError: another rank is about to begin another one.
+            DivergedError: another rank is about to begin a different exchange.
         """
         self.mark(what)
         self._number = zlib.crc32(what.encode(), self._number)
 
     def mark(self, what: str) -> None:
-        """As `add`, for a point after which the ranks exchange other things."""
+        """Check as `add` does, but leave the exchange out of the checksum."""
         if self._peers is None or self._kind is None:
             return
         position = len(self._passed)
@@ -93,10 +98,10 @@ class Path:
         self._count += 1
 
     def look(self) -> None:
-        """Check, while this rank waits for an exchange, that the others come to it.
+        """Check, while this rank waits for an exchange, that no other rank announces a different one.
 
         Raises:
-            DivergedError: one does not.
+            DivergedError: a rank does.
         """
         if self._diverged:
             raise DivergedError(self._diverged)
@@ -122,8 +127,11 @@ class Path:
             raise DivergedError(self._diverged) from None
 
     def flags(self) -> torch.Tensor:
-        """Return bytes that equal their maximum over the ranks (`Ranks.any_of`) if all paths are equal, and on no rank
-        otherwise."""
+        """Return the checksum and its complement, to compare all ranks' paths by `Ranks.any_of`.
+
+        If the paths of all ranks are equal, the bytes equal their maximum over the ranks. Otherwise they differ from it
+        on every rank.
+        """
         number = self._number.to_bytes(4, "big")
         return torch.tensor([*number, *(255 - byte for byte in number)], dtype=torch.uint8, device="cpu")
 

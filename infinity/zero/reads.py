@@ -1,9 +1,9 @@
-"""Notice which parameters torch's functions read, in whichever module.
+"""Detect which parameters torch's functions read, in any module.
 
 A module may read a parameter of another module: a tied head (`F.linear(x, self.embedding.weight)`), or the output
-projection that `nn.MultiheadAttention` never calls as a module. Such a parameter may be evicted, and no hook of its
-owner fires. Torch shows every call of its functions to a `TorchFunctionMode`, which is used here. It also shows
-functions that change a parameter, directly or through `param.data` and `param.detach()`, which share its memory.
+projection that `nn.MultiheadAttention` never calls as a module. Such a parameter may be evicted, and the hooks of its
+own module do not run. This file uses a `TorchFunctionMode`, which torch calls for each of its functions. The mode also
+sees functions that change a parameter, directly or through `param.data` and `param.detach()`, which share its memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Functions that read a tensor's form and not its values. Getters (`.dtype`, `.shape`) are recognised by name.
+# Functions that read a tensor's metadata and not its values. Getters (`.dtype`, `.shape`) are recognised by name.
 _FORM = frozenset(
     {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.is_floating_point}
 )
@@ -28,25 +28,25 @@ _RENORMING = {"embedding": 1, "embedding_bag": 1}  # with `max_norm`, they chang
 Used = Callable[[Any, Any], None]  # (result, arguments)
 
 
-UnitT = TypeVar("UnitT", contravariant=True)  # what the reader has of a unit
+UnitT = TypeVar("UnitT", contravariant=True)  # the reader's object for a unit
 
 
 class Reader(Protocol[UnitT]):
     """The receiver of `ParameterReads`."""
 
     def use(self, units: Sequence[UnitT], constant: Mapping[int, UnitT]) -> Used | None:
-        """Called before a torch function gets parameters of these units, or tensors that share their memory.
+        """Called before a torch function that has parameters of these units, or tensors in their memory, as arguments.
 
         Args:
-            constant: by identity, the parameters of which it gets a tensor that passes no gradient on, such as
-                `weight.detach()`, and their units.
+            constant: units of the parameters, by identity, for which the argument is a tensor that passes no gradient
+                on, such as `weight.detach()`.
 
         Returns:
             A function to call with the result and the arguments; None for none.
         """
 
     def check_change(self, param: int, unit: UnitT) -> None:
-        """Called before a torch function changes this parameter, given by its identity, in place."""
+        """Called before a torch function changes the parameter with this identity in place."""
 
 
 class ParameterReads(TorchFunctionMode, Generic[UnitT]):
@@ -56,9 +56,9 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
     has its own stack of modes.
 
     Args:
-        unit_of: by identity of the parameter.
-        lent: identities of parameters that lie elsewhere now, and need no unit.
-        reader: only weakly referenced, because it refers to this object: a cycle would keep memory until a garbage
+        unit_of: the unit of each parameter, by the parameter's identity.
+        lent: identities of lent parameters, which have values without their unit.
+        reader: only weakly referenced: it refers to this object, and a cycle would keep memory until a garbage
             collection.
     """
 
@@ -67,7 +67,7 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
         self._unit_of = unit_of
         self._lent = lent
         self._reader = weakref.ref(reader)
-        # Tensors without a base that lie in a parameter's memory, with the parameter's identity.
+        # Tensors in a parameter's memory that torch does not mark as views, with the parameter's identity.
         self._shares = WeakIdKeyDictionary()
 
     def begin(self) -> bool:
@@ -82,7 +82,7 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
         return True
 
     def end(self) -> None:
-        """Deactivate the mode in this thread, in whichever state an exception has left it. Other modes stay."""
+        """Deactivate the mode in this thread, also after an exception at any line. Other modes stay active."""
         stack = _get_current_function_mode_stack()
         if self in stack:
             above = stack[stack.index(self) + 1 :]
@@ -96,7 +96,7 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return func(*args, **kwargs)  # noticed when the compiled code runs, if it calls torch functions
+            return func(*args, **kwargs)  # the mode sees the functions that the compiled code calls when it runs
         name = getattr(func, "__name__", "")
         if kwargs or name.endswith("_"):
             for value in _changed_by(name, args, kwargs):
@@ -114,7 +114,7 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
         result = func(*args, **kwargs)
         if used is not None:
             used(result, (args, kwargs))
-        # These results share the memory of an argument, but autograd does not treat them as views of it.
+        # These results share the memory of an argument, but have no `_base`.
         if args and (name == "detach" or (name == "__get__" and func.__self__.__name__ == "data")):
             self._shares[result] = self.parameter_of(args[0])
         return result
