@@ -1,10 +1,10 @@
 """Read and change parameters whose home is a lower tier.
 
 [Note: lent parameters]
-The parameters that a user reads may exceed the budget for parameters, so they cannot lie in their units' memory:
-fetching one would evict another. A parameter is lent instead: it lies in memory of its own, outside of every budget,
-and stays in it until it is taken back, even if its unit is evicted. That memory is checked, with an error that names
-the parameters, before anything is read.
+The parameters that a user reads may exceed the budget for parameters. They cannot be in their units' memory, because
+fetching one unit would evict another. So such a parameter is *lent*: it gets a copy in memory of its own, outside of
+every budget, until it is taken back, even if its unit is evicted. Before anything is read, the free memory is checked;
+the error names the parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 
 class Owner(Protocol):
-    """An engine, as the functions that users call beside training see it."""
+    """The methods of an engine that functions outside of the training loop call."""
 
     @property
     def module(self) -> nn.Module:
@@ -45,13 +45,16 @@ class Owner(Protocol):
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward pass is running, or its backward is to come."""
+        """Whether a forward pass is running, or has not had its backward pass yet."""
 
     def finish_updates(self, what: str) -> None:
         """Finish pending updates, because `what` reads the parameters."""
 
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
-        """As `finish_updates`, when parameters may be changed. Return the engine's runtime."""
+        """Finish pending updates, because `what` reads parameters, or also changes them (`stores`).
+
+        Return the engine's runtime.
+        """
 
     def lends(self, place: Place) -> bool:
         """Whether this parameter is lent."""
@@ -76,7 +79,8 @@ class Place:
         return self.unit.params[self.index]
 
 
-# By identity of the parameter, because tensors compare element by element; the reference shows whether it still lives.
+# By identity of the parameter, because tensors compare element by element. An identity may be reused: the reference
+# shows whether the parameter still exists.
 _owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner], UnitLayout, int]] = {}
 
 
@@ -95,10 +99,10 @@ def disclaim(model: nn.Module) -> None:
 
 
 def check_unowned(model: nn.Module) -> None:
-    """Check that a new engine may have this model.
+    """Check that no other engine owns this model.
 
     Raises:
-        ConfigError: another engine has it, or was collected without `close()`; names a parameter.
+        ConfigError: another engine owns it, or owned it and was collected without `close()`; names a parameter.
     """
     for name, param in model.named_parameters():
         reference, owner, *_ = _owners.get(id(param), (None, None))
@@ -107,16 +111,16 @@ def check_unowned(model: nn.Module) -> None:
         if owner() is not None:
             raise ConfigError(
                 f"parameter `{name}` belongs to another engine: call its destroy(), which gives the model its values, "
-                "or close() it and build the model anew"
+                "or close() it and build the model again"
             )
         raise ConfigError(
-            f"parameter `{name}` has no values: the engine that had them is gone without close(). Build the model "
-            "anew, or load what was saved, before initialize"
+            f"parameter `{name}` has no values: the engine that had them was dropped without close(). Build the model "
+            "again, or load saved values, before initialize"
         )
 
 
 def owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
-    """Return the engine that has the parameter's values; None if there is none."""
+    """Return the engine that owns the parameter, and the parameter's place; None if no engine owns it."""
     if id(param) not in _owners:
         return None
     reference, owner_reference, unit, index = _owners[id(param)]
@@ -125,12 +129,12 @@ def owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
 
 
 def has_values(param: nn.Parameter) -> bool:
-    """Whether the parameter can be read now: it is lent, a running pass uses it, or no engine has it."""
+    """Whether the parameter can be read now: it is lent, a running pass uses it, or no engine owns it."""
     found = owner_of(param)
     return found is None or found[0].shows(found[1])
 
 
-@torch.inference_mode(False)  # a parameter may lie in them, and must stay trainable
+@torch.inference_mode(False)  # parameters may be set to these tensors, and must stay trainable
 def unit_values(
     runtime: Runtime, unit: UnitLayout, indices: Sequence[int], device: torch.device | None = None
 ) -> list[torch.Tensor]:
@@ -150,9 +154,10 @@ def unit_values(
 def newest_values(
     runtime: Runtime, model: nn.Module, synchronize: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield copies of all parameters, also of codes, in host memory, in the model's order and at most a unit at a time.
+    """Yield copies of all parameters in host memory, in the model's order. At most one unit is read ahead.
 
-    Nothing is held between two of them, so that the caller may stop early.
+    Parameters of integers or other codes are included. No unit stays pinned between two values, so the caller may stop
+    early.
     """
     runtime.together("engine.named_parameters()")
     places = {info.name: (unit, index) for unit in runtime.partition.units for index, info in enumerate(unit.params)}
@@ -177,17 +182,17 @@ def newest_values(
 
 
 class Loan:
-    """Parameters of one engine that lie outside of the tiers for a while, see [Note: lent parameters].
+    """Parameters of one engine that are lent until `end`, see [Note: lent parameters].
 
-    Parameters that are lent already stay where they are: they belong to an outer loan. All ranks lend together.
+    A parameter that is already lent is left to the outer loan. All ranks lend together.
 
     Args:
-        device: where they shall lie; by default on the compute device.
+        device: where the copies are; by default on the compute device.
         what: the caller, and advice if memory is short, for the message.
-        watched: `changed` also detects writes to their `data`.
+        watched: whether `changed` also detects writes to `param.data`.
 
     Raises:
-        CapacityError: a rank has no memory for them.
+        CapacityError: a rank has no memory for the copies.
     """
 
     def __init__(
@@ -216,7 +221,7 @@ class Loan:
             raise
 
     def store(self, source: int = 0) -> None:
-        """Store one rank's values in the tiers, as far as they differ."""
+        """Store the values of rank `source` in the tiers, for the elements that differ."""
         for place in self.places:
             if self.runtime.executor.views.detached:
                 raise InfinityError(
@@ -230,7 +235,7 @@ class Loan:
     def changed(self, model: nn.Module) -> Iterator[str]:
         """Yield the names of this loan's parameters that were changed and not stored.
 
-        An adapter that was merged into a weight of `model` and unmerged leaves a rounding error, which does not count.
+        An adapter that was merged into a weight of `model` and unmerged leaves a rounding error. It is no change.
         """
         for place in self._lent:
             views = views_of(self.runtime, place)
@@ -241,7 +246,7 @@ class Loan:
                 yield place.info.name
 
     def _differs_by_rounding(self, place: Place) -> bool:
-        """Whether the values differ from the tiers' only by rounding, as far as this rank has them."""
+        """Whether the values in this rank's shard differ from the stored values only by rounding."""
         values = views_of(self.runtime, place).values(place.index)
         if values.shape != place.info.shape:
             return False
@@ -250,7 +255,7 @@ class Loan:
             for part in self.runtime.partition.parts(place.unit, of=place.info):
                 known = flat[part.shard].float()
                 error = values[part.param].float() - known
-                # the error if the adapter's part is twenty times the weight
+                # the rounding error if the adapter's part is twenty times the weight
                 if error.norm() > 8 * torch.finfo(flat.dtype).eps * known.norm():
                     return False
         return True
@@ -277,7 +282,7 @@ def by_unit(places: Iterable[Place]) -> dict[int, list[Place]]:
 def check_room(
     runtime: Runtime, places: Sequence[Place], what: tuple[str, str], device: torch.device | None = None
 ) -> None:
-    """Refuse copies of parameters that a rank has no memory for; on all ranks, if all make the copies together."""
+    """Refuse copies of parameters for which a rank has no memory. If ranks share units, all ranks refuse together."""
     if not places:
         return
     here = runtime.row(places[0].unit).params.tensor
@@ -297,14 +302,14 @@ def check_room(
 
 
 class GatheredParameters:
-    """A context in which parameters have their newest values, whole, on the compute device, in the compute dtype.
+    """A context in which parameters have their newest, unsharded values, on the compute device, in the compute dtype.
 
     All ranks enter and leave it together. With a `modifier_rank`, the changes of that rank are stored in the tiers at
     the end, and the float32 masters of the changed elements follow. After an exception on any rank, nothing is stored.
-    Parameters without an engine are left alone. Contexts may be nested: the outer one keeps its parameters gathered.
+    Parameters that no engine owns are left alone. Contexts may be nested: the outer one keeps its parameters gathered.
 
-    At stages 0 to 2 without a `modifier_rank`, parameters stay where they are. Writes to them count as outside of the
-    context.
+    At stages 0 to 2 without a `modifier_rank`, parameters stay where they are. Writes to them have the same effect as
+    outside of the context.
 
     You can compute a loss in the context: its graph keeps the values that backward needs.
 
@@ -314,9 +319,9 @@ class GatheredParameters:
         enabled: False to do nothing.
 
     Raises:
-        ConfigError: `params` is something else, or there is no such rank.
-        InfinityError: on entry, with a `modifier_rank` between a forward pass and its backward, when the values must
-            not change; at the end, a parameter was changed at stage 3 without a `modifier_rank`, in place or through
+        ConfigError: `params` has another type, or there is no such rank.
+        InfinityError: on entry, with a `modifier_rank` between a forward pass and its backward pass, where values must
+            not change; at the end, if a parameter was changed at stage 3 without a `modifier_rank`, in place or through
             its `.data`. An adapter that was merged and unmerged again is no change.
         CapacityError: the parameters do not fit in memory together, in addition to the budgets.
     """
@@ -363,7 +368,7 @@ class GatheredParameters:
             self._models.append(owner.module)
             self._loans.append(Loan(runtime, places, what, watched=looks))
         if any(owner.awaits_backward for owner, _ in by_owner.values()):
-            # Autograd would save the parameter itself, whose values change later.
+            # Autograd would save the parameter itself, whose values change at the end of the context.
             self._saving.enter_context(
                 torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda values: values)
             )
@@ -410,7 +415,7 @@ class GatheredParameters:
 
 
 def _several(params: Any) -> list[nn.Parameter]:
-    """Return each of these parameters once. None among them is left alone, as one without an engine is."""
+    """Return each of these parameters once. A None in the list is kept; no engine owns it."""
     if isinstance(params, nn.Module):
         params = params.parameters()
     elif isinstance(params, torch.Tensor):
@@ -425,7 +430,7 @@ def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:
     lent = []
     for group in by_unit(places).values():
         unit = group[0].unit
-        if unit.runs:  # in the user's files, which must not change
+        if unit.runs:  # in the user's files, which must not change: a write to a lent copy is detected
             lent += group
             continue
         with runtime.executor.gathered(runtime.row(unit)):
@@ -440,7 +445,7 @@ def _shape_problem(place: Place) -> str | None:
 
 
 def _write_back(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, info: ParamInfo) -> None:
-    """Store the values that differ from the tiers', as far as they lie in this rank's shard."""
+    """Store the values in this rank's shard that differ from the stored ones."""
     layout = runtime.layout
     if unit.runs and not _differs(values, runtime, unit, info):
         return  # otherwise `changing` raises with the reason
@@ -465,7 +470,7 @@ def _write_back(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, info: 
 
 
 def _differs(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, info: ParamInfo) -> bool:
-    """Whether this rank's shard has other values."""
+    """Whether a value in this rank's shard differs from the stored one."""
     with runtime.executor.resident(runtime.row(unit)) as flat:
         parts = runtime.partition.parts(unit, of=info)
         return any(not torch.equal(values[part.param].to(flat.dtype), flat[part.shard]) for part in parts)

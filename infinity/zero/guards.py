@@ -3,13 +3,13 @@
 [Note: a method of one module]
 torch has no hook for `_apply` (`.to`, `.float`), deep copies and pickling, nor around a whole `state_dict`. An
 attribute of a module hides the method of its class, so replacements for these methods are stored in the module's
-`__dict__` while it has an engine: torch is not patched, other modules are not touched, and `remove` leaves no trace. If
-the user had stored a method there before, it is called, and restored afterwards.
+`__dict__` while it has an engine. Torch is not patched, other modules are not touched, and `remove` leaves no trace. If
+the user has already stored a method in the `__dict__`, the replacement calls it, and `remove` restores it.
 
 [Note: what a state dict holds]
-If every parameter stays in memory, the entries alias the parameters' memory, as in torch. Otherwise all entries are
-copies in host memory: aliases would change or disappear when units are fetched and evicted. The parameters lie in these
-copies while torch collects its entries, so that a module's own way of saving, and ties, are kept.
+If every parameter stays in memory, the entries share the parameters' memory, as in torch. Otherwise all entries are
+copies in host memory, because shared memory would change or be freed when units are fetched and evicted. The parameters
+are lent while torch collects the entries, so a module's own `_save_to_state_dict` and tied parameters work as in torch.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _CPU = torch.device("cpu")
 
 
 class Guards:
-    """All guards of one engine's model; `remove` removes them.
+    """The guards of one engine's model, on every module; `remove` removes them.
 
     Args:
-        model: the model with the engine's parameters.
+        model: the engine's model.
         owner: the engine; only weakly referenced.
-        may_train: identities of frozen parameters that may be unfrozen.
+        may_train: identities of frozen parameters that the user may unfreeze.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner, may_train: Collection[int]) -> None:
@@ -82,7 +82,7 @@ class Guards:
         Raises:
             InfinityError: a parameter would be used and not trained, or trained and not used; names it.
         """
-        self._end_loading()  # left by an exception
+        self._end_loading()  # an exception may have interrupted a load
         if self._runtime.executor.views.lent_params:
             lent = next(p for p in self._places.values() if self._lent(p))
             raise InfinityError(
@@ -90,7 +90,7 @@ class Guards:
             )
         if not self._shape.is_kept():
             model = self._model()
-            assert model is not None  # it is being called
+            assert model is not None  # it is about to be called
             self._shape = _Shape(model, self._may_train, before=self._shape)
 
     def check_loss(self, loss: torch.Tensor, since: GraphPosition) -> None:
@@ -113,11 +113,11 @@ class Guards:
             )
 
     def places(self, module: nn.Module, *, recurse: bool = True) -> list[Place]:
-        """Return the positions of the module's parameters, as far as the engine has them."""
+        """Return the places of the module's parameters that the engine owns."""
         return [self._places[id(p)] for p in module.parameters(recurse) if id(p) in self._places]
 
     def _drop_gradients_left_out(self) -> list[RemovableHandle]:
-        """Drop gradients of parameters that are not trained: they would collect outside of every budget."""
+        """Drop gradients of parameters that are not trained, because no budget counts their memory."""
         left = [p for p in self._places.values() if p.param.requires_grad and not p.info.trainable]
         if left and any(p.info.trainable for p in self._places.values()):
             _log.warning(
@@ -132,7 +132,10 @@ class Guards:
 
     @contextmanager
     def saving(self, module: nn.Module) -> Iterator[None]:
-        """Collect the module's `state_dict` inside, with the newest values, see [Note: what a state dict holds]."""
+        """Collect the module's `state_dict` in this context, with the newest values.
+
+        See [Note: what a state dict holds].
+        """
         if self._saving:
             yield
             return
@@ -155,7 +158,7 @@ class Guards:
 
     @contextmanager
     def copying(self, module: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
-        """Deep-copy the module inside: `memo` has its parameters with their newest values."""
+        """Deep-copy the module in this context: `memo` gets copies of its parameters with the newest values."""
         if self._copying:
             yield
             return
@@ -188,7 +191,7 @@ class Guards:
             owner.finish_updates(what)
 
     def _make_whole(self, places: list[Place]) -> None:
-        """Gather parameters that stay in memory, because other ranks have updated parts of them."""
+        """Gather parameters that stay in memory, because other ranks may have updated parts of them."""
         for group in by_unit(places).values():
             with self._runtime.executor.gathered(self._runtime.row(group[0].unit)):
                 pass
@@ -233,7 +236,7 @@ class Guards:
     # _apply #
 
     def check_conversion(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Refuse a conversion that would move parameters out of the tiers' memory."""
+        """Refuse a conversion that would put parameters into memory that the engine does not manage."""
         places = self.places(module)
         if not places:
             return
@@ -255,18 +258,18 @@ class Guards:
 
 
 class _Shape:
-    """The modules and parameters of the model, and which parameters may need a gradient.
+    """The modules and parameters of the model, and which parameters may require a gradient.
 
     Args:
         may_train: see `Guards`.
-        before: the former state. A parameter that is new since then must not need a gradient.
+        before: the earlier state. A parameter that was added after it must not require a gradient.
     """
 
     def __init__(self, model: nn.Module, may_train: Collection[int], before: _Shape | None = None) -> None:
         self._known: dict[int, tuple[nn.Parameter, bool]] = (
             before._known if before is not None else {id(p): (p, p.requires_grad) for p in model.parameters()}
         )
-        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # present and former children
+        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []  # the module's dict of children, and a copy
         self._parameters: list[tuple[str, dict[str, Any], list[str], list[int]]] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._may_train = may_train
@@ -282,22 +285,22 @@ class _Shape:
         for key, param in parameters.items():
             if self._names.setdefault(path + key, id(param)) != id(param) and id(param) in self._known:
                 raise InfinityError(
-                    f"`{path}{key}` is another parameter than at initialize: a module was tied to another one or took "
-                    "its place. Do it before initialize"
+                    f"`{path}{key}` is another parameter than at initialize: a module was tied to another one or "
+                    "replaced it. Do this before initialize"
                 )
             if id(param) not in self._known and param.requires_grad:
                 raise InfinityError(
-                    f"parameter `{path}{key}` has come after initialize, so nothing would train it: add it "
+                    f"parameter `{path}{key}` was added after initialize, so nothing would train it: add it "
                     "before initialize"
                 )
             if id(param) not in self._may_train and not (id(param) in self._known and self._known[id(param)][1]):
                 self._frozen.append((path + key, param))
 
     def is_kept(self) -> bool:
-        """Whether all modules and parameters are the same. Compares modules, because there are fewer than parameters.
+        """Whether the model has the same modules and parameters.
 
         Raises:
-            InfinityError: a parameter was replaced, or needs a gradient and did not; names it.
+            InfinityError: a parameter was replaced, or requires a gradient and did not before; names it.
         """
         for name, param in self._frozen:
             if param.requires_grad:
@@ -324,7 +327,7 @@ class _Shape:
 
 
 class _Seam:
-    """The guards of one module, see [Note: a method of one module]. Keeps neither it nor the engine alive."""
+    """The guards of one module, see [Note: a method of one module]. Keeps neither the module nor the engine alive."""
 
     def __init__(self, guards: Guards, module: nn.Module, *, root: bool) -> None:
         self._guards = weakref.ref(guards)
@@ -357,20 +360,20 @@ class _Seam:
 
     def _uninstall(self, module: nn.Module) -> None:
         for name, method in self._methods.items():
-            if vars(module).get(name) == method:  # otherwise other code has replaced it since
+            if vars(module).get(name) == method:  # otherwise other code has replaced it
                 del vars(module)[name]
                 if name in self._before:
                     vars(module)[name] = self._before[name]
 
     def _of_torch(self, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the method that was there before."""
+        """Call the method that this guard replaces: the user's on this module, or torch's."""
         if name in self._before:
             return self._before[name](*args, **kwargs)
         return getattr(type(module), name)(module, *args, **kwargs)
 
     def _both(self) -> tuple[nn.Module, Guards | None]:
         module = self._module()
-        assert module is not None  # a method of it is being called
+        assert module is not None  # one of its methods is being called
         return module, self._guards()
 
     # Called by torch and by users #
@@ -395,7 +398,7 @@ class _Seam:
             return self._of_torch(module, "state_dict", *args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Drop gradients, also leftovers of a failed pass."""
+        """Drop the gradients, also the gradients of a failed pass."""
         module, guards = self._both()
         self._of_torch(module, "zero_grad", *args, **kwargs)
         owner = None if guards is None else guards.owner
@@ -403,7 +406,7 @@ class _Seam:
             owner.model_was_zeroed()
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy that is plain torch."""
+        """Return a copy without hooks and guards of the engine."""
         module, guards = self._both()
         self._uninstall(module)
         try:
@@ -428,8 +431,8 @@ class _Seam:
             return
         if metadata.get("assign_to_params_buffers"):
             raise InfinityError(
-                "load_state_dict(assign=True) would put other parameters into the model than those that the engine "
-                "has: leave assign out; the values are then copied into the tiers"
+                "load_state_dict(assign=True) would put other parameters into the model, which the engine does not "
+                "train: leave assign out; the values are then copied into the tiers"
             )
         guards.begin_loading(module)
 
@@ -439,7 +442,7 @@ class _Seam:
             guards.end_loading(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seam:
-        return self  # referenced by a copy's hooks until these are removed
+        return self  # the copied module's hooks refer to it until they are removed
 
 
 def _without_hooks(module: nn.Module, original: nn.Module) -> nn.Module:

@@ -1,15 +1,16 @@
-"""Point the model's parameters at their unit's memory, or at a NaN of the right shape while it is not resident.
+"""Point the model's parameters at their unit's memory, or at a NaN of the right shape while the unit is not resident.
 
 [Note: parameters that lie elsewhere]
-`param.data = values` leaves the unit's memory unchanged, and the next `show` or `hide` would silently undo it. So each
-`show`, `hide`, update, and read of the unit's memory checks that parameters still lie where they were put. A parameter
-that lies elsewhere is copied into its unit's memory, as `param.data.copy_(values)` would do, if that memory is shown
-and may be written to. Otherwise it is refused.
+`param.data = values` does not change the unit's memory, and the next `show` or `hide` would undo it without an error.
+So each `show`, `hide`, update, and read of the unit's memory checks that the parameters still point where `show` or
+`hide` set them. If a parameter points to another tensor, its values are copied into the unit's memory, as
+`param.data.copy_(values)` would do, if that memory is shown and may be written to. Otherwise an error is raised.
 
 [Note: writes to placeholders]
-`param.data.zero_()` and `nn.init.zeros_(param)` write to a placeholder without an error, and the parameter's version
-counter misses the first. A placeholder is therefore a copy-on-write tensor: the first write gives it its own storage,
-which can be detected without reading the device. A few reads do the same (`data_ptr()`), so its value decides then.
+`param.data.zero_()` and `nn.init.zeros_(param)` write to a placeholder without an error. The parameter's version
+counter does not count the first of the two. A placeholder is therefore a copy-on-write tensor: the first write gives it
+its own storage, which can be detected without reading from the device. A few reads (`data_ptr()`) also give it its own
+storage, so its value is then read to see whether it is still NaN.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _is_untouched = getattr(torch._C, "_is_cow_tensor")  # noqa: B009  # torch's stu
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Make ordinary tensors inside, for parameters to lie in.
+    """Create ordinary tensors in this context, which parameters can point at.
 
-    In the user's inference mode they could not be trained; in a transform of `torch.func` they would die with it.
+    Tensors of an inference mode could not be trained. Tensors of a `torch.func` transform are invalid after it.
     """
     with torch.inference_mode(False), torch._C._DisableFuncTorch():
         yield
@@ -48,11 +49,11 @@ def version_of(param: nn.Parameter) -> int:
 
 @dataclass
 class _Lent:
-    """The state of a lent parameter when the tiers last had its values.
+    """The state of a lent parameter when the tiers last had the same values.
 
     Attributes:
         version: see `version_of`.
-        sums: checksum of the values, if writes to `param.data` are to be detected.
+        sums: checksum of the values; None if writes to `param.data` need not be detected.
     """
 
     version: int
@@ -64,10 +65,10 @@ class ModelViews:
     """State shared by the views of all units.
 
     Attributes:
-        writable: shown values may be written to, see [Note: parameters that lie elsewhere].
+        writable: whether the user may write to shown values, see [Note: parameters that lie elsewhere].
         lent_params: identities of lent parameters.
-        read: unit and index of parameters lent in the running pass: the graph holds their copies.
-        detached: the units' memory is about to be freed, so no parameter may lie in it.
+        read: unit and index of the parameters that were lent during the running pass: the graph may hold their copies.
+        detached: whether the units' memory is about to be freed, so that no parameter may point at it.
     """
 
     writable: bool
@@ -79,8 +80,8 @@ class ModelViews:
 class UnitViews:
     """Point one unit's parameters at values, see [Note: what a parameter shows] in executor.py.
 
-    A read of a parameter whose unit is stored gives NaN: loud, of the right shape, and free. Lent parameters are left
-    alone.
+    While the unit is not resident, a parameter reads as NaN in the right shape, which takes no memory. Lent parameters
+    are not changed.
 
     Args:
         params: the memory with the values.
@@ -93,28 +94,27 @@ class UnitViews:
         self._parameters = [model.get_parameter(info.name) for info in unit.params]
         self._params = params
         self._of_model = of_model
-        self._divided = any(map(is_distributed, self._parameters))  # a DTensor lies where its local part does
-        # Views of the memory. Made when the unit first has memory (a view of freed storage cannot be made), then kept.
+        self._divided = any(map(is_distributed, self._parameters))  # for a DTensor, its local part counts
+        # Views of the memory. Created when the unit first has memory (freed storage has no views), then kept.
         self._views: list[torch.Tensor] | None = None
-        self._placeholders: list[torch.Tensor] | None = None  # made once
-        self._shown: bool | None = None  # values (True) or NaN (False); None: neither is certain
-        # The tensor that each parameter was pointed at; None if unknown: other code has moved it, or a move is under
-        # way.
+        self._placeholders: list[torch.Tensor] | None = None  # created once
+        self._shown: bool | None = None  # all show values (True) or NaN (False); None if neither is certain
+        # The tensor that each parameter points at; None if unknown, because other code set it, or it is being set.
         self._lies: list[torch.Tensor | None] = [None] * len(unit.params)
         self._lent: dict[int, _Lent] = {}  # by the index of the parameter
         # By the index of the parameter: its version counter, to be restored if a speculative update is rolled back.
         self._versions: dict[int, _unsafe_preserve_version_counter] = {}
 
     def forget(self) -> None:
-        """Forget where the parameters lie: other code has set their `data`."""
+        """Forget where the parameters point, because other code has set their `data`."""
         self._shown = None
         self._lies = [None] * len(self._lies)
 
     def look(self) -> None:
-        """Check that the unit's parameters lie where they were put, see [Note: parameters that lie elsewhere].
+        """Check where the unit's parameters point, see [Note: parameters that lie elsewhere].
 
         Raises:
-            InfinityError: one does not, and cannot be moved back.
+            InfinityError: a parameter points to another tensor, whose values cannot be copied into the unit's memory.
         """
         strays = []
         placeholders = self._placeholders
@@ -135,7 +135,7 @@ class UnitViews:
 
     @_plainly()
     def _bring_back(self, strays: Sequence[int]) -> None:
-        """Move these parameters back, and replace placeholders that were written to."""
+        """Point these parameters at the unit's memory again, and replace placeholders that were written to."""
         refused = ""
         for index in strays:
             param, place = self._parameters[index], self._lies[index]
@@ -170,9 +170,9 @@ class UnitViews:
         )
 
     def mark_stale(self, indices: Collection[int] | None = None) -> None:
-        """Hide stale values of the unit, or only of these parameters: the backward pass may still need the others.
+        """Hide stale values of the unit, or only of these parameters if the backward pass may still need the others.
 
-        For autograd this is an in-place change.
+        For autograd, this is an in-place change of the parameters.
         """
         old = range(len(self._parameters)) if indices is None else sorted(indices)
         self._hide(old)
@@ -183,8 +183,8 @@ class UnitViews:
     def hide_trained(self) -> None:
         """Hide the trained parameters during a speculative update, which may be rolled back.
 
-        For autograd this is an in-place change, until `show` shows the same values again: a backward pass reads
-        parameters that the loss itself has used before it runs any hook, and must fail instead of reading NaN.
+        For autograd, this is an in-place change, until `show` shows the same values again. If the loss itself used a
+        parameter, a backward pass reads it before any hook runs. It must then fail instead of computing with NaN.
         """
         trained = [index for index, info in enumerate(self._infos) if info.trainable]
         self._hide(trained)
@@ -212,10 +212,10 @@ class UnitViews:
 
     @_plainly()
     def lend(self, index: int, values: torch.Tensor, *, watched: bool) -> None:
-        """Let the model's parameter lie in `values` until `take_back`, wherever its unit is meanwhile.
+        """Point the model's parameter at `values` until `take_back`, whether or not its unit is resident.
 
         Args:
-            watched: `rewritten` will be called; costs two passes over the values.
+            watched: whether `rewritten` will be called; it costs two passes over the values.
         """
         self._lent[index] = _Lent(version_of(self._parameters[index]), _sums(values) if watched else None)
         set_local_part(self._parameters[index], values)
@@ -223,21 +223,21 @@ class UnitViews:
         self._of_model.read.add((self._unit, index))
 
     def take_back(self, index: int) -> None:
-        """End the lending. The caller decides where the parameter lies now."""
+        """End `lend`. The caller must point the parameter at another tensor."""
         self._lent.pop(index, None)
         self._of_model.lent_params.discard(id(self._parameters[index]))
 
     def keeps(self, index: int) -> None:
-        """Note that the tiers have the lent parameter's present values."""
+        """Record that the tiers have the current values of the lent parameter."""
         sums = None if self._lent[index].sums is None else _sums(self.values(index))
         self._lent[index] = _Lent(version_of(self._parameters[index]), sums)
 
     def changed(self, index: int) -> bool:
-        """Whether an operation has written to the lent parameter since. Misses writes to its `.data`."""
+        """Whether an operation has written to the lent parameter since `lend` or `keeps`. Misses writes to `.data`."""
         return version_of(self._parameters[index]) != self._lent[index].version
 
     def rewritten(self, index: int) -> bool:
-        """Whether the values of the lent parameter, which is watched, have changed since."""
+        """Whether the values of the lent parameter have changed since `lend` or `keeps`; False if it is not watched."""
         sums = self._lent[index].sums
         return sums is not None and not torch.equal(_sums(self.values(index)), sums)
 
@@ -258,14 +258,14 @@ class UnitViews:
 
     @_plainly()
     def _make_views(self) -> list[torch.Tensor]:
-        """Make a view of the unit's memory for each parameter, once."""
+        """Create a view of the unit's memory for each parameter; called once."""
         flat = self._params.tensor
         self._views = [flat[info.offset : info.offset + info.numel].view(info.shape) for info in self._infos]
         return self._views
 
     @_plainly()
     def _nothing(self) -> list[torch.Tensor]:
-        """Make a placeholder for each parameter, once."""
+        """Return a placeholder for each parameter. The first call creates them."""
         if self._placeholders is None:
             flat = self._params.tensor
             self._placeholders = [_placeholder(flat, info.shape) for info in self._infos]
@@ -283,7 +283,7 @@ class UnitViews:
             for index in indices:
                 if index in self._lent:
                     continue
-                self._lies[index] = None  # after an interrupt, the old entry would look like a move by other code
+                self._lies[index] = None  # after an interrupt, the old entry would look like a change by other code
                 if self._divided:
                     _set_part(self._parameters[index], values[index])
                 else:
@@ -291,15 +291,15 @@ class UnitViews:
                 self._lies[index] = values[index]
 
     def lent_values(self, index: int) -> torch.Tensor | None:
-        """Return the tensor that the parameter lies in while it is lent; None if it is not."""
+        """Return the tensor that the parameter points at while it is lent; None if it is not lent."""
         return self.values(index) if index in self._lent else None
 
     def shows(self) -> bool:
-        """Whether the unit's parameters, except lent ones, lie in its memory."""
+        """Whether the unit's parameters, except lent ones, point at the unit's memory."""
         return self._shown is True
 
     def detach(self) -> None:
-        """Detach the parameters from the memory, before it is freed."""
+        """Detach the parameters from the unit's memory, before this memory is freed."""
         self._views = None
         self.forget()
         self.hide()
@@ -315,7 +315,7 @@ def _same_place(lies: torch.Tensor, place: torch.Tensor) -> bool:
 
 @_plainly()
 def _set_part(param: nn.Parameter, values: torch.Tensor) -> None:
-    set_local_part(param, values)  # may make another DTensor
+    set_local_part(param, values)  # may create another DTensor
 
 
 def _placeholder(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -324,7 +324,7 @@ def _placeholder(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _is_written(placeholder: torch.Tensor) -> bool:
-    """Whether the placeholder is no longer NaN. Placeholders of integers never are."""
+    """Whether the placeholder is no longer NaN. False for integers."""
     if not placeholder.numel() or not placeholder.is_floating_point():
         return False
     return not bool(placeholder[(0,) * placeholder.dim()].float().isnan())
@@ -333,8 +333,8 @@ def _is_written(placeholder: torch.Tensor) -> bool:
 def _sums(values: torch.Tensor) -> torch.Tensor:
     """Return a checksum of the bits of the values, on their device.
 
-    It sums each of 4093 columns of words, at memory speed. With this odd number, swapped rows of a weight change the
-    sums.
+    It sums each of 4093 columns of 8-byte words, at memory speed. 4093 is odd, so that swapped rows of a weight change
+    the sums.
     """
     columns = 4093
     flat = values.detach().clone() if values.storage_offset() else values.detach().contiguous()

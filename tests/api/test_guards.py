@@ -125,17 +125,17 @@ def remove(model: Any) -> str:
 
 def add_parameter(model: Any) -> str:
     model.lm_head.register_parameter("extra", nn.Parameter(torch.zeros(2)))
-    return "`lm_head.extra` has come after initialize"
+    return "`lm_head.extra` was added after initialize"
 
 
 def add_module(model: Any) -> str:
     model.model.layers.append(nn.Linear(2, 2))
-    return "`model.layers.3.weight` has come after initialize"
+    return "`model.layers.3.weight` was added after initialize"
 
 
 def replace_module(model: Any) -> str:
     model.model.norm = nn.LayerNorm(64)
-    return "`model.norm.weight` has come after initialize"
+    return "`model.norm.weight` was added after initialize"
 
 
 def parametrize(model: Any) -> str:

@@ -151,7 +151,7 @@ def test_a_model_whose_engine_was_dropped_is_refused() -> None:
     owner = Dropped()
     claim(owner, model, [UnitLayout(0, "", (info,), 4, 4, False)])
     del owner
-    with pytest.raises(infinity.ConfigError, match=r"`weight` has no values: .* gone without close\(\)"):
+    with pytest.raises(infinity.ConfigError, match=r"`weight` has no values: .* dropped without close\(\)"):
         infinity.initialize(model, {"train_batch_size": 1, "optimizer": {"type": "Adam"}})
 
 
