@@ -44,15 +44,15 @@ _log = logging.getLogger(__name__)
 
 
 class Engine(Accessors):
-    """Train one model whose states live in the tiers. Built by `initialize`.
+    """Train one model whose states are in the tiers. Created by `initialize`.
 
-    A context manager: leaving it closes the engine, and so does dropping the last reference. Unknown attributes are
-    forwarded to the model.
+    The engine is a context manager: the end of the context closes it. It is also closed when the last reference is
+    dropped. Unknown attributes are forwarded to the model.
 
     Attributes:
         module: the model. At stage 3 its parameters have values only while their unit is in use (NaN otherwise).
-        optimizer: holds `param_groups`.
-        device: where the model computes.
+        optimizer: the optimizer, with `param_groups`.
+        device: the device that the model computes on.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Engine(Accessors):
         self.lr_scheduler = lr_scheduler
 
     def _begin(self, runtime: Runtime) -> None:
-        """Train the model with these tiers."""
+        """Connect the engine to the tiers of this runtime."""
         model, optimizer, config = self.module, self.optimizer, self.config
         self._runtime = runtime
         self._step = Step(model, config, runtime, optimizer)
@@ -80,7 +80,7 @@ class Engine(Accessors):
         optimizer.run_step = self._step.finish
         optimizer.drop_gradients = self._step.drop
         optimizer.loss_scaler = self._step.losses.loss_scale
-        with ExitStack() as undo:  # a model that is refused keeps nothing of the engine's
+        with ExitStack() as undo:  # after an error, the model has no hooks and guards of the engine
             undo.callback(self._step.remove_hooks)
             undo.callback(self._session.close_commits)
             claim(self, model, runtime.partition.units)
@@ -97,7 +97,7 @@ class Engine(Accessors):
         self._close.atexit = False
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine has not, the model may have."""
+        """Forward unknown attributes to the model."""
         if name.startswith("_") or name == "module":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
@@ -107,13 +107,16 @@ class Engine(Accessors):
 
     @classmethod
     def optimizer_class(cls, config: Config) -> type[TieredOptimizer]:
-        """Of what `initialize` returns beside an engine of this class."""
+        """Return the class of the optimizer that `initialize` returns with an engine of this class."""
         return TieredOptimizer
 
     @property
     def lr_scheduler(self) -> Any | None:
-        """Stepped by `step()` after every update, if there is one; torch's ReduceLROnPlateau, which needs a metric, by
-        the training loop. It may be exchanged for another one of the same optimizer."""
+        """The learning rate scheduler, or None. `step()` steps it after every update.
+
+        The training loop must step torch's ReduceLROnPlateau itself, because that needs a metric. The attribute may be
+        set to another scheduler of the same optimizer.
+        """
         return self._step.lr_scheduler
 
     @lr_scheduler.setter
@@ -122,13 +125,15 @@ class Engine(Accessors):
 
     @property
     def global_steps(self) -> int:
-        """The number of steps so far, with the skipped ones."""
+        """The number of steps so far, including skipped ones."""
         return self._step.counter.counts.global_steps
 
     @property
     def micro_steps(self) -> int:
-        """The number of micro-batches so far: calls of `step()`; backward passes if `managed_gradient_accumulation` is
-        false."""
+        """The number of micro-batches so far, which is the number of calls of `step()`.
+
+        If `managed_gradient_accumulation` is false, it is the number of backward passes.
+        """
         return self._step.counter.counts.micro_steps
 
     @property
@@ -138,12 +143,12 @@ class Engine(Accessors):
 
     @property
     def loss_scale(self) -> LossScale:
-        """Of fp16 training; its `value` is 1 otherwise."""
+        """The loss scale of fp16 training. In other precisions, its `value` is 1."""
         return self._step.losses.loss_scale
 
     @property
     def monitor(self) -> Monitor:
-        """The writer of `tensorboard`, `wandb` and `csv_monitor`; see its `write_events`. Only rank 0 writes."""
+        """The writer to `tensorboard`, `wandb` and `csv_monitor`: see its `write_events`. Only rank 0 writes."""
         return self._runtime.monitor
 
     # Training loop #
@@ -156,7 +161,7 @@ class Engine(Accessors):
         """Run the model's forward pass, as `engine(...)` does. Each unit is in memory while it is used.
 
         Raises:
-            InfinityError: another thread runs it.
+            InfinityError: another thread runs the model.
         """
         with self._step.hooks.thread.held():
             return self._forward(*args, **kwargs)
@@ -166,7 +171,7 @@ class Engine(Accessors):
         if self.config.casts_inputs:
             args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))
         if self._step.in_backward_now:
-            # A hook of a cached contrastive loss does this; the call is a part of the pass that is running.
+            # For example, a hook of a cached contrastive loss calls this. The call is a part of the running pass.
             with self._autocast():
                 return self.module(*args, **kwargs)
         if training:
@@ -176,27 +181,27 @@ class Engine(Accessors):
             return self.module(*args, **kwargs)
 
     def _look_at_model(self) -> None:
-        """A training forward is about to begin."""
+        """Check the model before a training forward, and create states for parameters that were unfrozen."""
         self._guards.check()
         if unfrozen := self.optimizer.unfrozen():
             self._make_states(unfrozen)
 
     def _make_states(self, names: list[str]) -> None:
-        """Train parameters that were frozen so far, see [Note: states that are laid out anew] in unfreezing.py.
+        """Create states for parameters that were frozen, see [Note: states that are laid out anew] in unfreezing.py.
 
         Raises:
-            InfinityError: a step is under way, or this engine cannot; it is as it was.
+            InfinityError: a step has begun, or this engine cannot create them. The engine is unchanged.
         """
         if self.awaits_backward:
             raise InfinityError(
                 f"parameter `{names[0]}` requires a gradient since a forward pass whose backward is to come: call "
-                "requires_grad_ between two steps. Was the pass an evaluation? Run those under torch.no_grad()"
+                "requires_grad_ between two steps. If the pass was an evaluation, run it under torch.no_grad()"
             )
         check_possible(names[0], self.config, self._runtime.ranks)
-        self._step.check_boundary(f"making states for `{names[0]}`, which requires a gradient now,")
+        self._step.check_boundary(f"creating states for `{names[0]}`, which requires a gradient now,")
         optimizer, before = self.optimizer, self._step
         trained, frozen = optimizer.trained, optimizer.frozen
-        _log.info("`%s` and %d others require gradients now: states are laid out anew", names[0], len(names) - 1)
+        _log.info("`%s` and %d others require gradients now: all states are laid out again", names[0], len(names) - 1)
         failure: InfinityError | None = None
         with kept(self._session, self.config, self._runtime.ranks) as restore:
             old = replace(self._runtime, monitor=self._runtime.monitor.follow())
@@ -217,7 +222,7 @@ class Engine(Accessors):
         runtime = rebuild(old, self.module, trained, self.config, self.optimizer.kind.layout)
         paused = [param for param in map(self.module.get_parameter, trained) if not param.requires_grad]
         try:
-            for param in paused:  # they have states, and are watched, as at `initialize`
+            for param in paused:  # so that they get states and hooks, as at `initialize`
                 param.requires_grad_(True)
             self._begin(runtime)
         except BaseException:
@@ -231,17 +236,17 @@ class Engine(Accessors):
         dtype = self.torch_autocast_dtype()
         if dtype is None:
             return nullcontext()
-        # Without its cache, which would keep a copy of every weight until the forward pass is over.
+        # The cache of autocast would keep a copy of every weight until the end of the forward pass.
         return torch.autocast(self.device.type, dtype, cache_enabled=False)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run the backward pass of a micro-batch.
 
         Args:
-            loss: a scalar tensor that the forward pass of the engine has computed. It is divided by the gradient
-                accumulation steps and the ranks here, and in fp16 multiplied by the loss scale. So are the gradients
-                of tensors that are not parameters of the engine, such as inputs or a temperature of the loss: sum
-                those of all ranks.
+            loss: a scalar tensor, computed by the forward pass of the engine. This method divides it by the gradient
+                accumulation steps and the ranks, and in fp16 multiplies it by the loss scale. The gradients of tensors
+                that are not parameters of the engine, such as inputs or a temperature of the loss, are divided and
+                multiplied, too: sum them over all ranks.
             retain_graph: as in `torch.Tensor.backward`.
             scale_wrt_gas: False if the loss is already divided by the gradient accumulation steps.
 
@@ -249,10 +254,9 @@ class Engine(Accessors):
             `loss` itself, not divided.
 
         Raises:
-            NonFiniteError: under the schedule `backward`, the loss is NaN or infinite, and nothing was changed; or a
-                gradient is, and the engine has stopped if other units were updated before.
-            InfinityError: the parameters have been updated by an earlier backward pass of this step, or `loss` is no
-                tensor.
+            NonFiniteError: under the schedule `backward`: the loss is NaN or infinite, and nothing was changed; or a
+                gradient is NaN or infinite, and the engine has stopped if other units are already updated.
+            InfinityError: an earlier backward pass of this step has updated the parameters, or `loss` is no tensor.
         """
         self.optimizer.check_trains()
         if not isinstance(loss, torch.Tensor):
@@ -272,10 +276,10 @@ class Engine(Accessors):
         return loss
 
     def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Return the loss to call `backward()` on in a loop of your own: `engine.scale(loss).backward()`.
+        """Return the tensor to call `backward()` on in your own loop: `engine.scale(loss).backward()`.
 
-        It is the loss divided by the gradient accumulation steps and the ranks, and in fp16 multiplied by the loss
-        scale. Without fp16, `loss.backward()` has the same effect.
+        It is the loss divided by the gradient accumulation steps and the number of ranks, and in fp16 multiplied by the
+        loss scale. Without fp16, `loss.backward()` has the same effect.
         """
         return self._step.losses.scale(loss, whole_step=not scale_wrt_gas)
 
@@ -307,18 +311,18 @@ class Engine(Accessors):
         docs/how-to/accumulate-gradients.md, also for what that changes in the numbers.
 
         Args:
-            micro_batches: `gradient_accumulation_steps` of them are taken. A mapping is the model's keyword arguments,
-                a tuple or list its positional ones, anything else its one argument.
-            loss_fn: called with the model's output and the micro-batch, returns the loss; by default the output is the
-                loss, or has it as `loss`.
+            micro_batches: this method takes `gradient_accumulation_steps` of them. A mapping contains the keyword
+                arguments of the model, a tuple or list the positional ones. Any other object is the only argument.
+            loss_fn: returns the loss for the model's output and the micro-batch. By default, the loss is the output, or
+                the attribute `loss` of it.
 
         Returns:
             The mean of the micro-batches' losses in float32, detached, on their device.
 
         Raises:
-            InfinityError: there are too few micro-batches, a step has begun with `backward`, or the model cannot be
-                trained layer-major.
-            NonFiniteError: as `backward`; no micro-batch of this step counts.
+            InfinityError: there are too few micro-batches, `backward` has begun a step, or the model cannot be trained
+                layer-major.
+            NonFiniteError: as for `backward`. No micro-batch of this step is counted.
         """
         self._check_first_micro_batch("train_batch")
         count = self.config.gradient_accumulation_steps
@@ -342,16 +346,16 @@ class Engine(Accessors):
 
     @contextmanager
     def driven_step(self) -> Iterator[None]:
-        """Train one step in this context, whose forward and backward passes other code runs.
+        """Train one step in this context, if other code runs its forward and backward passes.
 
         An example of such code is a schedule of `torch.distributed.pipelining`.
 
-        Each of the `gradient_accumulation_steps` micro-batches has its forward through `module`; its backward begins
-        with `scale(loss)`. The update follows at the end of the context.
+        The code calls `module` for each of the `gradient_accumulation_steps` micro-batches, and begins each backward
+        pass with `scale(loss)`. The update follows at the end of the context.
 
         Raises:
-            InfinityError: a step has begun with `backward`, or micro-batches are layer-major.
-            NonFiniteError: a gradient is NaN or infinite, and the schedule has no way to leave the step out.
+            InfinityError: `backward` has begun a step, or micro-batches are layer-major.
+            NonFiniteError: a gradient is NaN or infinite, and the update schedule cannot skip the step.
         """
         self._check_first_micro_batch("driven_step")
         if self._step.layer_major is not None:
@@ -394,12 +398,12 @@ class Engine(Accessors):
     def no_sync(self) -> Iterator[None]:
         """Skip the reduction of gradients over the ranks in this context.
 
-        `backward` adds to this rank's gradients. The next `backward` outside of the context reduces the sum; call
-        `step()` after that one. Each loss is divided by `gradient_accumulation_steps`, as outside.
+        In the context, `backward` adds to this rank's gradients. The next `backward` outside of the context reduces the
+        sum; call `step()` after it. In the context, too, each loss is divided by `gradient_accumulation_steps`.
 
         Raises:
-            InfinityError: at stages 2 and 3 on several ranks, where a rank has no room for gradients that are not its
-                own; or within another `no_sync`.
+            InfinityError: at stages 2 and 3 on several ranks, where a rank has memory only for its shard of the
+                gradients; or within another `no_sync`.
         """
         problem = self._runtime.sizing.rules.no_sync_problem()
         if problem:
@@ -408,22 +412,22 @@ class Engine(Accessors):
             yield
 
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
-        """Carry out pending updates for a look at parameters, or a change of them; what the engine owns.
+        """Finish pending updates before parameters are read or changed, and return the engine's runtime.
 
         Args:
-            what: asks for it, for messages.
-            stores: values will be changed.
+            what: name of the caller, for messages.
+            stores: whether the caller will change values.
         """
         if stores:
             if self.awaits_backward:
                 raise InfinityError(
-                    f"{what} with a modifier_rank between a forward pass and its backward, which must find the values "
-                    "that the forward pass had. Was it an evaluation? Run those under torch.no_grad()"
+                    f"{what} with a modifier_rank between a forward pass and its backward, which needs the values of "
+                    "the forward pass. If the pass was an evaluation, run it under torch.no_grad()"
                 )
             self._runtime.ranks.together(what)
         else:
             self._runtime.together(what)
-        if not self._step.hooks.in_forward:  # else nothing is between two steps, and the pass goes on
+        if not self._step.hooks.in_forward:  # inside a forward pass, the units in use are already up to date
             self._step.check_values(what)
             if not self.awaits_backward:
                 self.synchronize()
@@ -433,30 +437,30 @@ class Engine(Accessors):
 
     @property
     def awaits_backward(self) -> bool:
-        """A forward pass is running, or its backward is to come."""
+        """Whether a forward pass is running, or has not had its backward pass yet."""
         return self._step.phase is Phase.FORWARD or self._step.hooks.in_forward
 
     def lends(self, place: Place) -> bool:
-        """Whether the parameter lies outside of the tiers, in `GatheredParameters` for example."""
+        """Whether the parameter is lent, in `GatheredParameters` for example."""
         return views_of(self._runtime, place).lent_values(place.index) is not None
 
     def shows(self, place: Place) -> bool:
-        """Whether the parameter is lent, or in use by a running pass of the model."""
+        """Whether the parameter is lent, or a running pass of the model uses it."""
         if self.lends(place):
             return True
         in_pass = self._step.hooks.in_forward or self._step.in_backward_now
         return in_pass and views_of(self._runtime, place).shows()
 
     def model_was_zeroed(self) -> None:
-        """The model's own `zero_grad` was called."""
+        """Drop the gradients of a failed pass, because the model's own `zero_grad` was called."""
         self._step.drop_failed()
 
     def finish_updates(self, what: str) -> None:
-        """Have the parameters' values be those of the last step, for a look at them."""
+        """Finish pending updates, because `what` reads the parameters."""
         self._step.check_values(what)
         self.synchronize()
 
-    # What users ask for #
+    # Reports and values for users #
 
     def stats(self) -> StepStats:
         """Return what the last step cost: seconds by phase, bytes moved, waits by cause, peaks of memory."""
@@ -473,9 +477,9 @@ class Engine(Accessors):
         """Report to `infinity top` what the engine does not know.
 
         Args:
-            steps: the number of the last step of the training.
+            steps: the number of steps of the whole training.
             tokens: tokens of a step, over all ranks.
-            loss: the loss of the last step, if the engine does not see it, or would have to wait for the device.
+            loss: the loss of the last step, if the engine does not know it, or would have to wait for the device.
         """
         said = {"steps": steps, "tokens": tokens}
         last = self._step.last
@@ -499,8 +503,8 @@ class Engine(Accessors):
         """Yield (name, value) of every parameter, in the model's order. All ranks call this together.
 
         A value is a copy in host memory, in the parameter's shape and the compute dtype, after all updates so far.
-        Parameters of integers or other codes keep their own dtype. One unit is read ahead at most. If a parameter has a
-        gradient, the `grad` of its copy is a placeholder: every use of it raises an error.
+        Parameters of integers or other codes keep their own dtype. At most one unit is in memory for this. If a
+        parameter has a gradient, the `grad` of its copy is a placeholder: every use of it raises an error.
 
         Raises:
             InfinityError: under the schedule `backward`, between the last backward pass of a step and `step()`.
@@ -531,19 +535,19 @@ class Engine(Accessors):
     ) -> Path:
         """Save a checkpoint from which training resumes bit for bit. All ranks call this together.
 
-        Each rank writes its own shards, holding one tile in memory. The directory may be shared by the ranks, or there
-        may be one on each machine. Any number of ranks that find all files can load the checkpoint.
+        Each rank writes its own shards, and holds one tile of them in memory. The ranks may share the directory, or
+        each machine may have its own. Any number of ranks can load the checkpoint, if they find all files.
 
         Args:
-            tag: name of the checkpoint, or a number that is one; `global_step<N>` by default.
-            client_state: tensors and plain values, given back by `load_checkpoint`.
-            save_latest: make it the one that `load_checkpoint` takes by default.
+            tag: name of the checkpoint, a string or a number; `global_step<N>` by default.
+            client_state: tensors and plain values, which `load_checkpoint` returns.
+            save_latest: make it the checkpoint that `load_checkpoint` loads by default.
             exclude_frozen_parameters: leave them out; loading then needs `load_module_strict=False`.
-            keep_last: when it is saved, remove all but this many of the run's checkpoints in the directory.
-            blocking: False to return before the state of this moment is written. The updates of the next step write
-                each tile before they change it. The checkpoint is complete two steps later, or when frozen parameters
-                are written, too; or after `wait_checkpoint`, the next save or load, `close`, or the end of the
-                process, which raise an error of writing. With optimizer states on a device, the call blocks.
+            keep_last: after this save, remove the run's checkpoints in the directory except the newest `keep_last`.
+            blocking: False to return before the current state is written. The updates of the next step write each tile
+                before they change it. The checkpoint is usually complete two steps later, at the latest when frozen
+                parameters are written. `wait_checkpoint`, the next save or load, `close` and the end of the process
+                complete it earlier, and raise errors of the writes. With optimizer states on a device, the call blocks.
 
         Returns:
             The checkpoint's directory.
@@ -576,8 +580,8 @@ class Engine(Accessors):
         """Block until the checkpoint of a save with `blocking=False` is complete. All ranks call this together.
 
         Raises:
-            StorageError: it cannot be written. An earlier checkpoint of this tag is still there.
-            CheckpointError: the same, on another rank or for another reason.
+            StorageError: the checkpoint cannot be written. An earlier checkpoint of this tag is intact.
+            CheckpointError: it failed on another rank or for another reason.
         """
         self._session.wait()
 
@@ -596,19 +600,20 @@ class Engine(Accessors):
         All ranks call this together. An engine without an optimizer loads no optimizer states.
 
         Args:
-            tag: the checkpoint that was saved last by default or, if that is damaged, the newest one that is whole.
+            tag: name of the checkpoint. By default, the checkpoint that was saved last or, if it is damaged, the newest
+                intact one.
             load_module_strict: False to keep the values of frozen parameters that are not in the checkpoint.
             load_optimizer_states: False to start with fresh moments and this run's hyper-parameters.
-            load_lr_scheduler_states: False to start the LR schedule afresh.
-            load_module_only: take parameters and buffers alone. Other parameters may be frozen than when it was saved.
-            strict_model: False to take the values of another model whose parameters have the same names and shapes.
+            load_lr_scheduler_states: False to start the LR schedule from its beginning.
+            load_module_only: load only parameters and buffers. This run may freeze other parameters than the saved one.
+            strict_model: False to load values of another model whose parameters have the same names and shapes.
 
         Returns:
             (directory of the checkpoint, `client_state`), or (None, None) if there is no checkpoint and `tag` is None.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, of another model, or not the same on all ranks. The engine is
-                unchanged, unless the message says that it trains no more.
+            CheckpointError: the checkpoint is damaged, of another model, or differs between ranks. The engine is
+                unchanged, unless the message says that it has stopped.
             ConfigError: `load_dir` is empty.
         """
         whole = not load_module_only
@@ -625,16 +630,15 @@ class Engine(Accessors):
         *,
         max_shard_size: int | str = "5GB",
     ) -> Path:
-        """Write the weights for inference, in memory bounded by one unit.
+        """Write the weights for inference. At most one unit is in memory at a time.
 
-        Without `save_filename`, the directory is what `transformers.AutoModel.from_pretrained` reads, if the model is
-        one of transformers': safetensors in the 16-bit dtype of the training (bfloat16 for fp32), and the
-        configuration.
+        The files are safetensors in the 16-bit dtype of the training (bfloat16 for fp32). For a model of transformers,
+        the configuration is written, too: `transformers.AutoModel.from_pretrained` loads the directory.
 
         Args:
-            save_filename: write this one file, and nothing beside it: safetensors if it ends in `.safetensors`, else
-                the state dict as `torch.save` writes it (which takes twice the space meanwhile).
-                `model.safetensors` comes with its configuration.
+            save_filename: write only a file of this name: safetensors if it ends in `.safetensors`, else a state dict
+                as `torch.save` writes it (which takes twice the space while it is written). Only `model.safetensors`
+                is written with the configuration.
             exclude_frozen_parameters: leave them out.
             max_shard_size: size at which a new file begins.
 
@@ -642,10 +646,10 @@ class Engine(Accessors):
             The directory.
 
         Raises:
-            StorageError: writing failed; an earlier export is still there.
-            ConfigError: `save_dir` is empty, `max_shard_size` is no size, or `save_filename` no plain name with one of
-                these ends.
-            CheckpointError: another process is saving there.
+            StorageError: writing failed. An earlier export is intact.
+            ConfigError: `save_dir` is empty, `max_shard_size` is no size, or `save_filename` is no plain name of a file
+                with weights.
+            CheckpointError: another process is saving to this directory.
             InfinityError: the model is divided by tensor parallelism.
         """
         return self._session.export(
@@ -661,8 +665,8 @@ class Engine(Accessors):
     def resume(self) -> tuple[Path | None, dict[str, Any] | None]:
         """Resume from the last step that an earlier process of this run committed, without a checkpoint.
 
-        All ranks call this together, before they train. It needs `tiering.crash_consistent`. Parameters, optimizer and
-        schedule states, counters, random states and loss scale are those at the end of that step.
+        All ranks call this together, before they train. It needs `tiering.crash_consistent`. It restores parameters,
+        optimizer and schedule states, counters, random states and loss scale of the end of that step.
 
         Returns:
             (path of the step's record, the values that `keep_with_steps` kept), or (None, None) if there is no step.
@@ -670,15 +674,15 @@ class Engine(Accessors):
         Raises:
             CheckpointError: the step does not fit this run. The engine is unchanged.
             ConfigError: `tiering.crash_consistent` is not set.
-            StorageError: the states cannot be read; the engine trains no more.
+            StorageError: the states cannot be read. The engine has stopped.
         """
         return self._session.resume()
 
     def check_resumed(self, what: str) -> None:
-        """See that there is no step to go on from, which `what` would end.
+        """Check that there is no step to resume, which `what` would overwrite.
 
         Raises:
-            CheckpointError: there is one: call `resume`, or remove it by `infinity states remove`.
+            CheckpointError: there is one. Call `resume`, or remove it by `infinity states remove`.
         """
         if self._session.commits is not None:
             self._session.commits.check_resumed(what)
@@ -687,8 +691,9 @@ class Engine(Accessors):
         """Keep values of the training loop with every step, such as its position in the data.
 
         Args:
-            client_state: called at the end of every `step()` that updates. It returns tensors and plain values, which
-                `resume` returns later. Values that change afterwards are kept with the next step, or by `commit`.
+            client_state: a function that is called at the end of every `step()` that updates. It returns tensors and
+                plain values, which `resume` returns later. Values that change after the call are kept with the next
+                step, or by `commit`.
 
         Raises:
             ConfigError: `tiering.crash_consistent` is not set.
@@ -696,9 +701,9 @@ class Engine(Accessors):
         self._session.keep_with_steps(client_state)
 
     def commit(self) -> None:
-        """Commit the current state again, with what the loop changed after the last `step()`.
+        """Commit the current state again, with the changes that the loop made after the last `step()`.
 
-        `step()` commits by itself. All ranks call this together.
+        Every `step()` commits by itself. All ranks call this together.
 
         Raises:
             ConfigError: `tiering.crash_consistent` is not set.
@@ -707,7 +712,7 @@ class Engine(Accessors):
         self._session.commit()
 
     def end_run(self) -> None:
-        """Have `close` remove the states of this run from the drives. All ranks call this together.
+        """Request that `close` removes the states of this run from the drives. All ranks call this together.
 
         Raises:
             ConfigError: `tiering.crash_consistent` is not set.
@@ -724,10 +729,9 @@ class Engine(Accessors):
 
         Raises:
             StorageError: a checkpoint that was saved with `blocking=False` cannot be written. The engine is closed.
-            CheckpointError: likewise, on another rank or for another reason.
-            Exception: the last step of a crash-consistent run cannot be committed on this rank: what the drive or the
-                function of `keep_with_steps` has raised. The engine is closed, and `resume` goes on from the step
-                before.
+            CheckpointError: it failed on another rank or for another reason. The engine is closed.
+            Exception: the last step of a crash-consistent run cannot be committed on this rank; raised by the drive or
+                the function of `keep_with_steps`. The engine is closed, and `resume` continues from the previous step.
         """
         self._end(failed=False)
 
@@ -743,13 +747,13 @@ class Engine(Accessors):
     def destroy(self, *, strict: bool = False) -> None:
         """Close the engine, and give the model its newest values in memory. All ranks call this together.
 
-        If memory does not hold the values, the model has none afterwards, and a warning says so.
+        If the values do not fit in memory, the model has no values afterwards, and a warning says so.
 
         Args:
             strict: raise an error in that case, and leave the engine open.
 
         Raises:
-            InfinityError: with `strict`, memory does not hold the values, or a step is under way.
+            InfinityError: with `strict`: the values do not fit in memory, or a step has begun and not ended.
         """
         places, values = self._guards.places(self.module), {}
         try:
@@ -757,7 +761,7 @@ class Engine(Accessors):
             self.begin_gathering("engine.destroy()", stores=False)
             check_room(self._runtime, places, ("engine.destroy()", "save the model first, and call close()"))
             values = dict(newest_values(self._runtime, self.module, self.synchronize))
-        except InfinityError as error:  # also of an engine that has failed or is closed
+        except InfinityError as error:  # also raised if the engine has failed or is closed
             if strict:
                 raise
             _log.warning("the model is left without values: %s", error)
@@ -785,8 +789,8 @@ def _close(
     session: Session,
     publisher: Publisher | None,
 ) -> None:
-    """The end of an engine, also of one that nobody has closed: the garbage collector may call this in any thread."""
-    if step.in_worker or session.in_worker:  # which cannot wait for its own end
+    """Close an engine, or one that is collected without `close`: the garbage collector may call this in any thread."""
+    if step.in_worker or session.in_worker:  # a worker thread cannot wait for its own end
         threading.Thread(target=_close, args=(model, optimizer, step, guards, session, publisher)).start()
         return
     session.give_up_saving()
@@ -797,5 +801,5 @@ def _close(
         rest.callback(step.close)
         rest.callback(session.close_commits)
         if publisher is not None:
-            rest.callback(publisher.close)  # before what it looks at
+            rest.callback(publisher.close)  # runs first, because the publisher reads the objects above
         guards.remove()

@@ -246,7 +246,7 @@ def test_unfreezing_belongs_between_two_steps(tmp_path) -> None:
         engine.backward(loss)
         engine.step()
         freeze(engine.module, False)
-        with pytest.raises(InfinityError, match=r"making states for `model.embed_tokens.weight`.* in the middle of"):
+        with pytest.raises(InfinityError, match=r"creating states for `model.embed_tokens.weight`.* in the middle of"):
             loss_of(engine, DATA[1])
         freeze(engine.module)
         train_on(engine, DATA[1:2])
