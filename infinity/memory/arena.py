@@ -20,7 +20,7 @@ from infinity.memory import pinning
 from infinity.memory.critical_section import CriticalSection
 from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
 
-ALIGN_BYTES = 4096  # of leases, tiles and files: a multiple of the blocks of direct I/O
+ALIGN_BYTES = 4096  # alignment of leases, tiles and files: a multiple of the blocks of direct I/O
 _TOUCHED_BYTES = 256 << 20  # by one task of a thread
 
 
@@ -67,7 +67,7 @@ class Arena:
 
     Attributes:
         used_bytes, peak_bytes: bytes leased now, and at most so far.
-        critical: guards every hand-over of the memory, in all parts of the arena.
+        critical: guards every hand-over of the memory; shared by all parts of the arena.
     """
 
     def __init__(self, capacity_bytes: int, *, pin: torch.device | None = None) -> None:
@@ -139,7 +139,7 @@ class Arena:
     def close_gaps(self, leases: Sequence[Lease]) -> None:
         """Move `leases`, which must be all leases of this arena, to its start. Addresses change, contents stay.
 
-        Meanwhile no thread may access them. Tensors that were made of them before are invalid.
+        During the call, no thread may access them. Tensors that were created from them before are invalid afterwards.
         """
         with self.critical:
             self._free = FreeList(self.capacity_bytes)
@@ -184,7 +184,7 @@ class Lease:
         self._bytes = tensor_at(address, nbytes, arena)
 
     def __del__(self) -> None:
-        """Release a lease whose owner lost it, since an interrupt came before it was stored."""
+        """Release a lease that an interrupt made unreachable before its owner stored it."""
         if getattr(self, "_arena", None) is not None:
             self.release()
 
@@ -230,7 +230,7 @@ def aligned(nbytes: int) -> int:
 
 
 def _touch(memory: torch.Tensor) -> None:
-    """Allocate the physical pages of new memory on several threads; a driver that pins them would use one."""
+    """Allocate the physical pages of new memory on several threads. A driver that pins them would use one thread."""
     pages = memory[:: mmap.PAGESIZE].split(_TOUCHED_BYTES // mmap.PAGESIZE)
     with ThreadPoolExecutor(min(thread_count(), len(pages)), "infinity-touch") as threads:
         for _ in threads.map(_fill, pages):

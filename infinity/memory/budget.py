@@ -1,4 +1,4 @@
-"""The use of a memory: one ledger for each memory, whose parts have a share of its budget each."""
+"""The use of a memory: one ledger for each memory, and in it a share of the budget for each part."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Ledger:
         return budget
 
     def open_within(self, name: str, most_bytes: int) -> Budget:
-        """Add a part of at most `most_bytes`. Without free capacity, return an empty budget that is no part."""
+        """Add a part of at most `most_bytes`. Without free capacity, add none and return an empty budget."""
         nbytes = max(0, min(self.capacity_bytes - self.shares_bytes, most_bytes))
         return self.open(name, nbytes) if nbytes else Budget(f"{self.key} for {name}", 0)
 

@@ -2,16 +2,16 @@
 
 [Note: critical sections]
 An exception can come between any two lines (KeyboardInterrupt). While memory, a transfer or an update passes from one
-owner to the next, neither owner has recorded it. Such code runs inside of `with critical:`. A hand-over that an
-exception cuts short stays open; later or enclosing hand-overs do not close it. Then memory or an update is lost, or
-newer values are not known to be newer than the home's, and the engine must not continue.
+owner to the next (a *hand-over*), neither owner has recorded it. Such code runs inside of `with critical:`. A hand-over
+that an exception cuts short stays open; later or enclosing hand-overs do not close it. Memory or an update may then be
+lost, or it may be unknown that a copy is newer than the home's. So the engine must not continue.
 """
 
 from __future__ import annotations
 
 
 class CriticalSection:
-    """A context around every hand-over of one engine, see [Note: critical sections]. One thread at a time is in it."""
+    """The context of every hand-over of one engine, see [Note: critical sections]. One thread at a time is in it."""
 
     __slots__ = ("_open",)
 

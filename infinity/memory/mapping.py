@@ -31,7 +31,7 @@ class Mapping(Protocol):
         """Forbid access like `shut`, but keep the pages, for the next `open` or for another mapping's `open_with`."""
 
     def open_with(self, parked: Any) -> None:
-        """Open with the pages of a parked mapping of the same size; new pages would have to be zeroed."""
+        """Open with the pages of a parked mapping of the same size. The system need not zero them, unlike new pages."""
 
 
 class _PlainMapping:

@@ -1,6 +1,6 @@
-"""Registration of host memory with a device's driver, which then copies from and to it directly.
+"""Register host memory with a device's driver (pinning), so that the device copies from and to it directly.
 
-torch has no common API for it: device modules other than CUDA's may offer `register_host` and `unregister_host`.
+torch has no common API for this. Device modules other than CUDA's may have `register_host` and `unregister_host`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from infinity.config import format_size
 from infinity.errors import CapacityError
 
-PIECE_BYTES = 64 << 30  # at most this is registered in one call; no copy crosses a multiple of it
+PIECE_BYTES = 64 << 30  # the most that is registered in one call; no copy crosses a multiple of it
 
 
 def pin(device: torch.device, address: int, nbytes: int) -> tuple[int, ...]:

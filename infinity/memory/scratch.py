@@ -1,4 +1,4 @@
-"""Flat tensors for short use, many of them one after the other."""
+"""Flat tensors that are used for a short time and then returned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Loan(NamedTuple):
 
 
 class Scratch:
-    """Lends tensors of the device's allocator, which caches free memory, and does not reuse what a copy still reads."""
+    """Lends tensors of the device's allocator. It caches free memory, and reuses memory only after copies have read it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,7 +31,7 @@ class Scratch:
 
 
 class HostScratch(Scratch):
-    """Keeps memory that was given back. If no spare memory has the size, it frees all of it before it allocates."""
+    """Keeps memory that was given back. If no spare memory has the right size, it first frees all spare memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

@@ -1,4 +1,4 @@
-"""Memory that is freed and allocated behind tensors that stay: pages of a range on the host, a storage on a device."""
+"""Memory that is freed and allocated again while its tensors stay: pages of an address range, or a device's storage."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class DeviceBuffer:
 class SparePages:
     """Pages of freed buffers, for the next allocations of the same size.
 
-    The system zeroes every new page, which costs a core as much time as a read costs a drive. So units of one size pass
-    their pages on. Spare pages count as free: all of them are freed before pages of another size are allocated, so that
-    used and spare pages together never exceed the peak of used pages.
+    The system zeroes every new page, which takes a core as long as a drive takes to read the page. So a unit gets the
+    pages of an evicted unit of the same size. Spare pages count as free: all of them are freed before pages of another
+    size are allocated. So used and spare pages together never exceed the peak of used pages.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class StableBuffer:
         return self._bytes[: numel * dtype.itemsize].view(dtype)
 
     def allocate(self) -> None:
-        """Make the memory usable; its content is undefined, but zero without `spare`."""
+        """Make the memory usable. Its content is undefined; without `spare` it is zero."""
         parked = None if self._spare is None else self._spare.take(self._mapping)
         if parked is None or parked is self._mapping:
             self._mapping.open()
@@ -130,5 +130,5 @@ class StableBuffer:
         return Span(self.address + offset_bytes, length, self._mapping)
 
     def close(self) -> None:
-        """Free the physical memory finally; an access through a tensor faults."""
+        """Free the physical memory for good; an access through a tensor faults."""
         self._mapping.shut()

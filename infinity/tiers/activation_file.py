@@ -1,4 +1,4 @@
-"""Space for activations on the drives: files that grow, since the first step shows how much is needed."""
+"""Space for activations on the drives: files that grow, because only the first step shows how much is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GROWTH_BYTES = 64 << 20
 
 
 class ActivationFiles:
-    """A file in each directory; tensors go to them in turn.
+    """One file in each directory. Successive tensors go to successive files.
 
     Args:
         engine: closed with the files.

@@ -2,19 +2,19 @@
 
 [Note: which activations are in memory]
 The arena is a cache over the drive. A saved tensor is copied into it and written at once. When room is needed, the
-tensor that backward needs last leaves the arena. This is the one that was saved first, since backward runs in reverse
-order. With layer-major micro-batches, backward takes the rounds in reverse order, but the micro-batches of a round in
-forward order. When backward frees used tensors, the next ones are read ahead. With checkpointing, autograd saves little
-more than the checkpoints.
+tensor that backward needs last leaves the arena. This is the tensor that was saved first, because backward runs in
+reverse order. With layer-major micro-batches, backward runs the rounds in reverse order, but the micro-batches of a
+round in forward order. When backward frees used tensors, the next tensors are read ahead. With activation
+checkpointing, autograd saves little more than the checkpoints.
 
 A saved tensor is a field: on the device until it is downloaded, in the arena while there is room, and on the drive. In
 backward, autograd gets a new tensor, of which the store keeps no copy.
 
 [Note: uploads ahead]
-An upload waits for all work that the compute stream already has, since its target's memory may be in use until then. So
-an upload that starts when its tensor is needed never overlaps with computation. When backward asks for a tensor, the
-uploads of the next tensors start, too. At most twice the bytes of the largest tensor are on the device ahead of their
-use. The host and the streams wait only for events.
+An upload waits for all work that is already queued in the compute stream, because this work may still use the target's
+memory. So an upload that starts when its tensor is needed never overlaps with computation. When backward asks for a
+tensor, the uploads of the next tensors start, too. At most twice the bytes of the largest tensor are on the device
+ahead of their use. The host and the streams wait only for events.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ActivationStore:
         keep: storages to ignore, by `_cdata`: parameters and buffers are not activations.
 
     Attributes:
-        arena: the host memory that it may use.
+        arena: the host memory for saved tensors.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ActivationStore:
         if entry is None:
             return packed.tensor
         if self._closed:
-            raise InfinityError("the engine is closed: what autograd had saved in its tiers is gone")
+            raise InfinityError("the engine is closed: the tensors that autograd had saved in its tiers are freed")
         self._poll()
         if entry.source is not None:
             return entry.source
@@ -220,7 +220,7 @@ class ActivationStore:
                 entry.drop(_HOST)
                 self._leave_arena(entry)
                 return True
-        for entry in self._here:  # still on its way from the device, or being read ahead
+        for entry in self._here:  # being downloaded, or read ahead
             if entry.moves():
                 self._finish(entry)
                 self._poll()
@@ -245,7 +245,7 @@ class ActivationStore:
                     entry.finish_move(move)
         finally:
             if entry.state(_HOST) is State.ABSENT and entry.lease is not None and entry.version:
-                self._leave_arena(entry)  # it could not be read
+                self._leave_arena(entry)  # the read failed
 
     def _leave_arena(self, entry: _Entry) -> None:
         _remove(self._here, entry)
@@ -316,7 +316,8 @@ class _Packed:
         self.tensor = _without_graph(tensor)
         if entry is not None:
             self.tensor = tensor.detach()
-            self.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the version, not the memory
+            # Keeps the version counter and releases the memory.
+            self.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def __del__(self) -> None:
         if self.entry is not None:
@@ -381,7 +382,7 @@ def _remove(entries: list[_Entry], entry: _Entry) -> None:
 
 
 def _after(entries: list[_Entry], entry: _Entry) -> Iterator[_Entry]:
-    """Yield the entries that backward needs after this one, which may be elsewhere, in its order."""
+    """Yield the entries of the list that backward needs after `entry`, in its order. The list need not contain it."""
     for index in range(bisect_left(entries, entry) - 1, -1, -1):
         yield entries[index]
 

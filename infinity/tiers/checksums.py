@@ -1,7 +1,7 @@
 """Checksums of writes to the NVMe tier, to detect a drive that returns other bytes.
 
-They are in memory, eight bytes for each range that was written by one request (usually a tile). The thread that waits
-for a read checks them. XXH3 runs at memory speed, ten times faster than a drive.
+The checksums are in memory, eight bytes for each range that was written by one request (usually a tile). The thread
+that waits for a read verifies them. XXH3 runs at memory speed, ten times faster than a drive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Locate = Callable[[int, int], Sequence[tuple[Path, int, int]]]  # (offset in the
 
 
 def check_available() -> None:
-    """Raises ConfigError if the xxhash package is missing."""
+    """Raise ConfigError if the xxhash package is missing."""
     if xxhash is None:
         raise ConfigError(f"tiering.checksum needs the xxhash package: {install_command('checksum')}")
 
@@ -43,7 +43,7 @@ class Checksums:
         self._digests: dict[int, tuple[int, int]] = {}  # offset: (nbytes, digest)
 
     def written(self, offset: int, span: Span) -> None:
-        """Record the digest of `span`, which is about to be written at `offset` and must not change until it is."""
+        """Record the digest of `span`, which is about to be written at `offset` and must not change until then."""
         stop = offset + span.nbytes
         for other, (nbytes, _) in list(self._digests.items()):
             if other < stop and offset < other + nbytes:
@@ -51,7 +51,7 @@ class Checksums:
         self._digests[offset] = (span.nbytes, _digest(span))
 
     def verified(self, read: IoFuture, offset: int, span: Span, locate: Locate) -> IoFuture:
-        """Return a read that fails if a range that was written within it has other bytes."""
+        """Return a read that fails if a range within it does not have the bytes that were written to it."""
         stop = offset + span.nbytes
         expected = {
             other - offset: (nbytes, digest)
@@ -68,7 +68,7 @@ class Checksums:
 
 
 class Checked(IoFuture):
-    """A request with a check that runs at the first `result` only: the memory may change after it.
+    """A request with a check. Only the first `result` runs the check, because the memory may change after it.
 
     Args:
         check: raises StorageError.

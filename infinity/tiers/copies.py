@@ -8,17 +8,17 @@ optimizer states, activations) is built on this class, which enforces these rule
 - A copy is read only while it is VALID. It is the newest only if its version is the field's version.
 - A move carries the version that its source had when the move *started*. Until it ends, its target is ARRIVING and must
   not be read. If it fails, the target is ABSENT and the source is unchanged.
-- A writer that changes a copy in place holds it as WRITING: it is not read, and only a write-through starts from it.
+- A writer that changes a copy in place sets it to WRITING: it is not read, and only a write-through starts from it.
   The writer waits for all moves that touch the copy before it changes the first byte. After the change all other copies
   are old, except one that was written through.
 - A copy is dropped only if it is old, or if the same version is VALID in another memory or on its way to it. Its memory
   may be reused once no move touches it. Until then the copy is LEAVING, and `keep` can make it VALID again.
-- A value after its last use (used gradients, activations of a freed graph) ends by `consume`.
+- `consume` ends a value after its last use (gradients after the update, activations of a freed graph).
 - A double-buffered copy on the drive (slots.py) is one NVME copy in this protocol: the newest version. `take_back`
   returns to the version in the other slot.
 
-One thread at a time drives the transitions of a field. Threads that carry bytes only report, through `Transfer.done`.
-So no lock is needed, and a transition costs a dictionary look-up and a comparison.
+One thread at a time makes the transitions of a field. Other threads carry bytes, and only report through
+`Transfer.done`. So no lock is needed, and a transition costs a dictionary look-up and a comparison.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Transfer(Protocol):
 
 
 class Move:
-    """One transfer, and its meaning for the copies of a field.
+    """One transfer, with the copies of a field that it reads and fills.
 
     Attributes:
         cause: the stall cause of waiting for it.
         version: version of the target after the move.
-        source, target: None if that end is not a copy of the field, such as a user's tensor.
+        source, target: None if that end of the transfer is not a copy of the field, but a user's tensor for example.
     """
 
     __slots__ = ("cause", "source", "target", "transfer", "version")
@@ -113,7 +113,7 @@ class Copy:
     """The copy of a field in one memory.
 
     Attributes:
-        version: of its bytes; meaningless while the copy is ABSENT.
+        version: the version of the field that its bytes have; meaningless while the copy is ABSENT.
         pins: number of users that keep it from being dropped.
         moves: moves that may still read or write its bytes.
     """
@@ -128,7 +128,7 @@ class Copy:
         self.moves: list[Move] = []
 
     def is_still(self) -> bool:
-        """Whether no move touches its bytes. A move that fills it counts until its outcome is processed."""
+        """Whether no move touches its bytes. A move that fills the copy counts until `finish_move`."""
         if self.moves:
             fills = self.state is _ARRIVING
             self.moves = [move for move in self.moves if not move.done() or (fills and move.target is self)]
@@ -184,7 +184,7 @@ class Field:
     # Moves #
 
     def expect(self, memory: Memory) -> None:
-        """Mark a copy as ARRIVING, whose move begins later; pairs with `begin_move` or `give_up`."""
+        """Mark a copy as ARRIVING before its move begins; pairs with `begin_move` or `give_up`."""
         self._check_not_file(memory)
         self._go(self.copies[memory], _ABSENT, _ARRIVING)
         self.copies[memory].version = -1  # the old bytes are lost
@@ -198,18 +198,18 @@ class Field:
     def begin_move(
         self, source: Memory | None, target: Memory, transfer: Transfer, cause: StallCause, *, at: int | None = None
     ) -> Move:
-        """Start a move from `source` to `target`, whose old bytes are invalid from now on.
+        """Start a move from `source` to `target`. The old bytes of the target are invalid from now on.
 
         Args:
             source: None if the bytes come from outside of the field, such as from other ranks' shards; pass `at` then.
-            at: version of the target, if it is not the source's: a change in progress is written through.
+            at: version of the target, if it differs from the source's version: for a write-through during a change.
         """
         origin, copy = None if source is None else self.copies[source], self.copies[target]
         version = at if at is not None else -1 if origin is None else origin.version
         if origin is not None:
             self._check_readable(origin, _VALID if at is None else _WRITING)
         if not copy.is_still() and (at is None or any(move.target is not origin for move in copy.moves)):
-            # The move that fills the source may still read the target: the writer of the source waits for it first.
+            # The move that fills the source may still read the target. The writer of the source waits for it first.
             raise RuntimeError(f"{self.name} cannot come to {target.name} yet: {_told(copy)}")
         self._check_not_file(target)
         if copy.state is _VALID and copy.version < version:
@@ -224,7 +224,7 @@ class Field:
         return move
 
     def lend(self, source: Memory, transfer: Transfer, cause: StallCause) -> Move:
-        """Start a move that copies bytes out of the field, to a user's tensor."""
+        """Start a move that copies bytes from the field to a user's tensor."""
         origin = self.copies[source]
         self._check_readable(origin, _VALID)
         move = Move(transfer, cause, origin.version, origin)
@@ -232,21 +232,21 @@ class Field:
         return move
 
     def finish_move(self, move: Move) -> None:
-        """Block until a move ends. Its target is VALID then, but maybe no longer the newest.
+        """Block until a move ends, and make its target VALID. A newer version may exist by then.
 
         Raises:
             StorageError: the move failed; the target is ABSENT.
         """
         try:
             move.transfer.result()
-        except Exception:  # not an interrupt: after one the move continues, and a later call waits again
+        except Exception:  # after an interrupt, which is no Exception, the move continues, and a later call waits again
             self._over(move, _ABSENT)
             raise
         self._over(move, _VALID)
 
     def _over(self, move: Move, outcome: State) -> None:
         target = move.target
-        if target is not None and target.state is _ARRIVING and move in target.moves:  # else it was waited for before
+        if target is not None and target.state is _ARRIVING and move in target.moves:  # else an earlier call did this
             self._go(target, _ARRIVING, outcome)
         for copy in (move.source, target):
             if copy is not None and move in copy.moves:
@@ -260,7 +260,7 @@ class Field:
         return next((move for move in copy.moves if move.target is copy), None)
 
     def order_behind(self, move: Move) -> None:
-        """Make the target VALID before the move ends: every later reader runs behind the move in stream order."""
+        """Make the target VALID before the move ends, because all later readers run behind the move in stream order."""
         target = move.target
         assert target is not None
         self._go(target, _ARRIVING, _VALID)
@@ -269,9 +269,9 @@ class Field:
     # Changes in place #
 
     def begin_write(self, memory: Memory) -> tuple[Move, ...]:
-        """Hold this copy, the newest or one that is arriving, for a change in place. Return the moves to wait for.
+        """Begin a change of this copy in place. Return the moves to wait for before the first byte is changed.
 
-        A field without a value may begin with any copy.
+        The copy must be the newest, or be arriving. If the field has no value, it may be any copy.
         """
         copy = self.copies[memory]
         for other in self.copies.values():  # a loop, not a generator: this runs for every gradient
@@ -291,11 +291,12 @@ class Field:
         return waits
 
     def end_write(self, memory: Memory, *, changed: bool = True, in_order: bool = False) -> None:
-        """End the change: this copy is the newest, and the others are old.
+        """End the change: this copy becomes the newest, and the others become old.
 
         Args:
             changed: if False, nothing was written, and the version stays.
-            in_order: the change runs in stream order behind the move that fills the copy. If False, the writer waited.
+            in_order: whether the change runs in stream order behind the move that fills the copy. If False, the writer
+                has waited for that move.
 
         Raises:
             RuntimeError: the copy is still being filled.
@@ -309,23 +310,24 @@ class Field:
             move.transfer.result()
         for move in fills:
             self._over(move, _VALID)
-        # In one line, and before the state: after an interrupt `end_write` is repeated, and every version has a copy.
+        # In one statement, and before the state changes: if an interrupt comes in between, `end_write` is repeated, and
+        # the field's version always has a copy.
         self.version = copy.version = self.version + int(changed)
         self._go(copy, _WRITING, _VALID)
 
     def invalidate(self) -> None:
-        """Raise the version, because the value changed outside of this field: all copies are old."""
+        """Raise the version, because the value changed outside of this field. All copies become old."""
         self.version += 1
 
     def take_back(self, memory: Memory) -> None:
-        """Roll back the last change: the newest value is in this memory's other slot, and all other copies are old."""
+        """Roll back the last change: the other slot in this memory becomes the newest, and all other copies old."""
         if not self.version:
             raise RuntimeError(f"{self.name} has no value to be taken back")
         for copy in self.copies.values():
             if copy.state is _WRITING or copy.state is _ARRIVING or not copy.is_still():
                 raise RuntimeError(f"{self.name} cannot be taken back: in {copy.memory.name} it is {_told(copy)}")
         copy = self.copies[memory]
-        copy.state = _VALID  # the copy is ABSENT if the write of the undone change failed
+        copy.state = _VALID  # it was ABSENT if the write of the change failed
         self.version = copy.version = self.version + 1
 
     def fail_write(self, memory: Memory) -> None:
@@ -353,24 +355,24 @@ class Field:
         """Drop a copy. Return whether its memory is free now; if not, it is LEAVING until `gone` returns True."""
         copy = self.copies[memory]
         if not self.can_drop(memory):
-            raise RuntimeError(f"{self.name} is in use, or nowhere else, and cannot leave {memory.name}: {_told(copy)}")
+            raise RuntimeError(f"{self.name} is in use, or has no other copy, and stays in {memory.name}: {_told(copy)}")
         copy.state = _LEAVING
         return self.gone(memory)
 
     def gone(self, memory: Memory) -> bool:
-        """Make a LEAVING copy ABSENT if no move touches it any more. Return whether it did: its memory is free then."""
+        """Make a LEAVING copy ABSENT if no move touches it any more. Return whether its memory is free now."""
         copy = self.copies[memory]
         if copy.state is not _LEAVING or not copy.is_still():
             return False
         if copy.version == self.version and not any(map(self.is_newest, self.copies)):
-            return False  # the move to the only other copy has ended, but its outcome is not processed yet
+            return False  # the move to the only other copy has ended, but `finish_move` was not called yet
         self._go(copy, _LEAVING, _ABSENT)
         return True
 
     def keep(self, memory: Memory) -> None:
         """Make a LEAVING copy VALID again: its bytes are still in memory."""
         if self.copies[memory].version < 0:
-            raise RuntimeError(f"{self.name}: what leaves {memory.name} is nothing any more")
+            raise RuntimeError(f"{self.name}: the copy that leaves {memory.name} has no valid bytes to keep")
         self._go(self.copies[memory], _LEAVING, _VALID)
 
     def consume(self) -> None:
@@ -385,14 +387,14 @@ class Field:
 
     def _check_readable(self, copy: Copy, state: State) -> None:
         if copy.state is not state:
-            raise RuntimeError(f"{self.name}: what is in {copy.memory.name} is {copy.state.name} and cannot be read")
+            raise RuntimeError(f"{self.name}: the copy in {copy.memory.name} is {copy.state.name} and cannot be read")
 
     def _check_not_file(self, memory: Memory) -> None:
         if memory is Memory.FILE:
-            raise RuntimeError(f"{self.name} lies in a file of somebody else, which is never written")
+            raise RuntimeError(f"{self.name} is in an existing weight file, which is never written")
 
     def _go(self, copy: Copy, source: State, target: State) -> None:
-        """Change the state, after a check that the transition starts from `source`."""
+        """Change the state from `source` to `target`. Raise RuntimeError if the state is another one."""
         if copy.state is not source:
             raise RuntimeError(
                 f"{self.name} cannot become {target.name} in {copy.memory.name}: it is {_told(copy)}, not {source.name}"

@@ -20,12 +20,12 @@ from infinity.tiers.copies import Transfer
 
 
 class Link:
-    """Starts copies; the host or the compute stream can wait for each. Tokens have times after `keep_times`.
+    """Starts copies. Each returns a token, for which the host or the compute stream can wait.
 
-    The implementation here is of a device whose memory is the host's: copies are synchronous.
+    After `keep_times`, tokens have times. This class implements a device in host memory: copies are synchronous.
 
     Attributes:
-        discrete: the device counts as having its own memory.
+        discrete: whether the device counts as having its own memory.
         pinned_for: the device that host memory is pinned for; None if pinning is of no use.
     """
 
@@ -34,7 +34,7 @@ class Link:
     pinned_for: torch.device | None = None
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
-        """Copy host -> device, after all work that the compute stream already has.
+        """Copy host -> device, after all work that is already queued in the compute stream.
 
         Args:
             after: a `mark`: work queued after it does not touch the target, so the copy waits only for the mark.
@@ -42,16 +42,16 @@ class Link:
         return self._copy_now(target, source)
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Transfer | None = None) -> Transfer:
-        """Copy device -> host, after all work that the compute stream already has.
+        """Copy device -> host, after all work that is already queued in the compute stream.
 
         Args:
-            after: the source has its values once this has ended. The copy waits for nothing else, not even for
+            after: the source has its values when this has ended. The copy waits for nothing else, not even for
                 downloads without this argument.
         """
         return self._copy_now(target, source)
 
     def download_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        """Copy several (target, source) as `download` does, in their order; costs the host little more than one."""
+        """Copy several (target, source) like `download`, in order. This costs the host little more than one copy."""
         return [self.download(target, source) for target, source in pairs][-1]
 
     def compute_waits(self, token: Transfer) -> None:
@@ -59,7 +59,7 @@ class Link:
         token.result()
 
     def mark(self) -> Transfer:
-        """Return a token that completes with all work that the compute stream already has."""
+        """Return a token that completes when all work that is already queued in the compute stream is done."""
         return _Done(now())
 
     def keep_times(self) -> None:
@@ -90,11 +90,11 @@ class Link:
 
 
 class SameMemory(Link):
-    """A device without a bus: it runs the code path of a discrete device on a machine without one, for tests."""
+    """A device in host memory that runs the code of a discrete device, for tests on machines without one."""
 
 
 class HostMemory(Link):
-    """The CPU: the model computes in host memory, and copies only values that leave the memory of a budget."""
+    """The CPU: the model computes in host memory, and only values that leave the memory of a budget are copied."""
 
     discrete = False
 
@@ -119,10 +119,10 @@ def accelerator() -> torch.device | None:
 
 
 class AcceleratorLink(Link):
-    """A copy stream for each direction, so that uploads and downloads use both directions of the bus.
+    """One copy stream for each direction, so that uploads and downloads use both directions of the bus.
 
-    The host runs ahead of the device, so the copies of a stream wait for work that is not computed yet. Downloads of
-    values that are already computed have their own stream.
+    The host runs ahead of the device, so the copies of a stream may wait for work that is queued and not computed yet.
+    Downloads of values that are already computed have a stream of their own, where they need not wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -189,7 +189,7 @@ class AcceleratorLink(Link):
 
 
 class _DeviceClock:
-    """Converts events of a device to times of the host's clock, by one moment that is known in both."""
+    """Converts events of a device to times of the host's clock, by one moment whose time is known on both clocks."""
 
     def __init__(self, device: torch.device) -> None:
         self._base = torch.Event(device, enable_timing=True)
@@ -239,7 +239,7 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def carried_stream(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context factory that enters this thread's current stream of the device on another thread."""
+    """Return a factory of contexts in which another thread uses this thread's current stream of the device."""
     if device.type == "cpu":
         return nullcontext
     return partial(on_stream, torch.accelerator.current_stream(device))
@@ -249,7 +249,7 @@ def to_host(source: torch.Tensor, counters: Counters) -> torch.Tensor:
     """Return a copy in host memory, or `source` itself if it is in host memory."""
     if source.device.type == "cpu":
         return source
-    torch.accelerator.current_stream(source.device).synchronize()  # waits for its computation, which is no stall
+    torch.accelerator.current_stream(source.device).synchronize()  # waiting for the computation counts as no stall
     start_s = time.perf_counter()
     with counters.stalled(StallCause.HOST_LINK):
         copy = source.cpu()

@@ -1,22 +1,23 @@
 """Parameters of every unit: a field (see copies.py) on the device, in host memory and on NVMe.
 
 [Note: three placements]
-A unit's home is the memory to which its values return when it leaves the compute device. If that device is the CPU,
-device and host are one memory: the model computes with the DEVICE copy, the buffer that the drive filled, and updates
-change it. A device with its own memory has a link: a unit is updated in its HOST copy and the result is uploaded;
-compute waits for the upload at the unit's next use (`await_update`). If several ranks share a unit, its home and its
-HOST copy hold this rank's shard alone, which also has a place in the tensor on the device. An all-gather, outside of
-this file, fills the places of the other ranks.
+A unit's home is the memory to which its values return when it leaves the compute device. There are three cases:
 
-If several ranks share a unit that is not offloaded, its home is a SHARD copy on the device, beside the tensor. The unit
-is updated in it and copied to its place in the tensor, both in the order of the compute stream. Host memory has a copy
-only while the unit is accessed.
+- The compute device is the CPU, and the ranks share no units. Device and host are one memory: the drive is read into
+  the DEVICE copy, the model computes with it, and updates change it.
+- The device has its own memory, or several ranks share the units. A unit is updated in its HOST copy, and the result is
+  uploaded. The compute stream waits for the upload at the unit's next use (`await_update`). If several ranks share the
+  unit, its home and its HOST copy contain this rank's shard alone, which also has a place in the tensor on the device.
+  An all-gather, outside of this file, fills the places of the other ranks.
+- Several ranks share a unit that is not offloaded. Its home is a SHARD copy on the device, in addition to the tensor.
+  An update changes the SHARD copy, which is then copied to its place in the tensor, both in the order of the compute
+  stream. Host memory has a copy only while the unit is accessed.
 
 A unit whose values never change may have its home in the files that it was loaded from. Its FILE copy is read like an
 NVME copy and is never written (see weight_files.py).
 
-A HOST copy lies in memory that the unit leases for the whole run if its home is host memory. Otherwise it lies in
-staging memory while a fetch or an update needs it.
+If the home is host memory, the HOST copy is in memory that the unit leases for the whole run. Otherwise the HOST copy
+is in staging memory while a fetch or an update needs it.
 
 With `crash_consistent` (slots.py), each unit that is not in files also has an NVME copy, and every change is written
 through to it. With speculative updates, units whose home is NVME are written through if their old parameters cannot be
@@ -44,20 +45,21 @@ class Params:
     """Copies of every unit's parameters. One thread at a time drives it; the optimizer's calls `UnitParams.write`.
 
     Args:
-        homes: home of each unit: DEVICE if it is always resident, else the memory that it is evicted to.
+        homes: home of each unit: DEVICE if it is always resident, else the memory to which it is evicted.
         budget: device memory for units that are fetched and evicted.
-        arena: host memory for homes in it.
+        arena: memory for homes in host memory.
         swap: space for homes on NVMe.
-        files: existing files that homes lie in.
-        device: None if the compute device is the CPU.
+        files: existing files that contain homes.
+        device: None if the model computes on the memory that updates change (a CPU, and one rank for each unit).
         written_through: whether every unit that is not in files has a double-buffered copy on NVMe.
         double_buffered_numel: elements of a tile, if units whose home is NVMe are double-buffered; else 0.
 
     Attributes:
         is_double_buffered: whether units whose home is NVMe are double-buffered.
         keeps_steps: whether every change of an update is written.
-        ledger: of device memory for units that are fetched and evicted.
-        passing: units on their way to the device through host memory, oldest first. Each has pinned its HOST copy.
+        ledger: counts device memory for units that are fetched and evicted.
+        passing: units that are being fetched to the device through host memory, oldest first. The HOST copy of each is
+            pinned.
         units: by index.
         critical: see [Note: critical sections] in critical_section.py.
     """
@@ -114,7 +116,7 @@ class Params:
     # First values #
 
     def create(self, each: UnitParams) -> bool:
-        """Allocate memory for a unit without values, to be filled through its `shard`. Return False without room."""
+        """Allocate memory for a unit without values; the caller fills its `shard`. Return False without room."""
         if each.site is Memory.DEVICE:
             if each.spec.offloaded and not self.ledger.fits(each.spec.nbytes):
                 return False
@@ -127,7 +129,7 @@ class Params:
         return True
 
     def create_done(self, each: UnitParams) -> None:
-        """End `create`: bring the new values home or to the device, in blocking writes."""
+        """End `create`: write or upload the new values, and block until this is done."""
         each.field.end_write(each.site)
         if each.site is Memory.HOST:
             if each.home > Memory.HOST:
@@ -157,7 +159,7 @@ class Params:
     def fetch_start(self, each: UnitParams, priority: Priority, *, updated: bool = False) -> None:
         """Start a fetch for which the ledger has room: STORED -> FETCHING.
 
-        The unit stays STORED if it must pass through host memory and updates hold all of that.
+        The unit stays STORED if it must pass through host memory and updates use all staging memory.
 
         Args:
             updated: an update needs the values in host memory, so the fetch must go through it.
@@ -207,7 +209,7 @@ class Params:
         else:
             self._finish(each, Memory.DEVICE)
         if each.field.state(Memory.DEVICE) is not State.VALID:
-            raise RuntimeError(f"unit {each.spec.name} was to be fetched, but nothing is under way")
+            raise RuntimeError(f"unit {each.spec.name} is not resident, and no fetch of it was started")
 
     def _finish(self, each: UnitParams, memory: Memory) -> None:
         """Wait for the move that fills a copy. If it fails, end the fetch that it belongs to."""
@@ -248,7 +250,7 @@ class Params:
     # Changes #
 
     def open_host(self, each: UnitParams) -> bool:
-        """Start bringing the values to `shard`, for an update or another access. Return False without room.
+        """Start copying the values to `shard`, for an update or another access. Return False without room.
 
         The unit must be FETCHING or RESIDENT. It is pinned until `close_host`.
         """
@@ -256,7 +258,7 @@ class Params:
             if not self._stage(each):
                 return False
             if each.field.state(Memory.HOST) is State.ABSENT:
-                self._finish(each, each.there)  # it may be arriving on the device directly from NVMe
+                self._finish(each, each.there)  # a read directly from NVMe to the device may be in flight
                 each.download()
             each.field.pin(Memory.HOST)
         each.pin()
@@ -267,7 +269,7 @@ class Params:
         self._finish(each, each.site)
 
     def end_pass(self) -> None:
-        """End the backward pass: other code may change units from now on."""
+        """End the backward pass. From now on, other code than updates may change units."""
         for each in self.units:
             each.final = None
 
@@ -362,17 +364,17 @@ class Params:
     # Rollback #
 
     def begin_ahead(self) -> None:
-        """Start a rollback epoch: later writes go to the other slot on NVMe and leave the present version intact.
+        """Start a rollback epoch: later writes go to the other slot on NVMe and leave the current version intact.
 
-        Does nothing with `crash_consistent`, where commits do this.
+        Does nothing with `crash_consistent`, where commits start the epochs.
         """
         if not self.keeps_steps:
             self._swap.slots.next_epoch()
 
     def roll_back(self, each: UnitParams) -> None:
-        """Roll back the unit's last change, before which `UnitParams.can_roll_back` was True. No move may be in flight.
+        """Roll back the unit's last change. `UnitParams.can_roll_back` was True before it. No move may be in flight.
 
-        The copy on the device is old from now on and may be evicted.
+        The copy on the device is old from now on, and may be evicted.
 
         Raises:
             StorageError: the old values cannot be read.
@@ -417,7 +419,10 @@ class Params:
     # Host memory #
 
     def _stage(self, each: UnitParams) -> bool:
-        """Lease memory for a HOST copy; wait for old copies to leave if needed. False if updates hold all of it."""
+        """Lease memory for a HOST copy, and wait for old copies to leave if needed.
+
+        Return False if updates use all of the memory.
+        """
         if each.lease is None:
             assert self._device is not None
             staging = self._device.staging
@@ -446,7 +451,7 @@ class Params:
         copy = each.field.copies[Memory.HOST]
         if each.home is Memory.HOST or copy.pins:
             return
-        if copy.state is State.ARRIVING:  # the caller that wanted it has failed
+        if copy.state is State.ARRIVING:  # the caller that requested it has failed
             self._finish(each, Memory.HOST)
         if copy.state is State.VALID:
             each.field.drop(Memory.HOST)

@@ -2,9 +2,10 @@
 
 [Note: records]
 A record is one file that is replaced by one rename, so a crash leaves the old record or the new one, never a part. It
-describes the step that was committed last. Since another rank may not have committed that step, it also describes the
-previous one, whose slots are overwritten only once all ranks have the newer (see slots.py). The ranks agree on which of
-the two to use. A damaged record is refused: the content of its slots is unknown.
+describes the step that was committed last. Another rank may not have committed that step yet, so the record also
+describes the previous step. The slots of the previous step are overwritten only after all ranks have committed the
+newer one (see slots.py). The ranks agree on which of the two to use. A damaged record is refused, because it is unknown
+which steps its slots contain.
 
 The file: 8 bytes `INFRECD1`; the length of the head as a little-endian 64-bit number; the head as JSON; the bytes of
 the head's generations, in order, with the lengths that the head names; the SHA-256 of all preceding bytes.
@@ -182,8 +183,8 @@ class _Head:
 
 def _damaged(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is damaged ({why}), so nobody can tell which step its states are of: go on from a checkpoint, and "
-        f"remove these states (infinity states remove {path.parent})"
+        f"{path} is damaged ({why}), so the step of its states is unknown: resume from a checkpoint, and remove these "
+        f"states (infinity states remove {path.parent})"
     )
 
 

@@ -1,12 +1,12 @@
-"""The ring: slots of host memory that stored tiles of optimizer states pass through.
+"""The ring: slots of host memory into which tiles of optimizer states are read, and from which they are written.
 
 [Note: the ring]
 A tile whose home is NVMe or the device has a copy in a slot from the start of its read to the end of its write:
 ARRIVING while it is read ahead, VALID while it is held, WRITING while it is updated, LEAVING while it is written. So
-the copies of a tile give the state of its slot. The ring itself only knows the free slots, and the order in which reads
-and writes began. The home copy is ARRIVING until it is written, so that no read overtakes a write.
+the state of a slot follows from the copies of its tile. The ring itself stores only the free slots, and the order in
+which reads and writes began. The home copy is ARRIVING until it is written, so that no read overtakes a write.
 
-One thread at a time drives tiles and ring: the pipeline's worker while updates are queued, or a thread that visits the
+One thread at a time uses tiles and ring: the pipeline's worker while updates are queued, or a thread that visits the
 tiles while the worker is parked.
 """
 
@@ -28,11 +28,11 @@ _ABSENT, _ARRIVING, _VALID, _WRITING, _LEAVING = State
 
 
 class Ring:
-    """A ledger of slots; tiles whose home is host memory need none.
+    """Assigns slots to tiles. Tiles whose home is host memory need no slot.
 
     Args:
-        slots: each as large as a full tile; empty if no tile is stored.
-        waits: counts the waiting times of the driving thread.
+        slots: each as large as a full tile; empty if the home of every tile is host memory.
+        waits: counts the waiting times of the thread that uses the ring.
     """
 
     def __init__(self, states: StateStore, slots: Sequence[Lease], waits: Waits) -> None:
@@ -44,11 +44,11 @@ class Ring:
 
     @property
     def will_have_room(self) -> bool:
-        """Whether a slot is free, or will be once a write has ended."""
+        """Whether a slot is free, or will be free when a write has ended."""
         return bool(self._free or self._leaving)
 
     def has(self, tile: Tile) -> bool:
-        """Whether the tile is in memory, or on its way to it."""
+        """Whether the tile is in host memory, or being read."""
         return tile.copies[_HOST].state not in (_ABSENT, _LEAVING)
 
     def is_here(self, tile: Tile) -> bool:
@@ -149,7 +149,7 @@ class Ring:
         self._finish_read(tile)
 
     def move_there(self, tile: Tile) -> None:
-        """Make the device, where the unit has room, the tile's home; it keeps its place on the host or NVMe."""
+        """Make the device the tile's home; the unit has memory on it. The tile keeps its place on the host or NVMe."""
         self.hold(tile)
         self._states.move_there(tile)
         tile.drop(_HOST)
@@ -158,7 +158,7 @@ class Ring:
         tile.lease = None
 
     def move_back(self, tile: Tile) -> Transfer | None:
-        """Make the place that it kept, on the host or NVMe, a tile's home again. Return the write to it, if any."""
+        """Make the place that a tile kept on the host or NVMe its home again. Return the write to it, if any."""
         if tile.own is None:
             self.hold(tile)
             self._states.move_back(tile)

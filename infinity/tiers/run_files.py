@@ -1,10 +1,10 @@
 """The files of a run that outlive its processes: find them, take them over, and remove them when the run has ended.
 
 A rank's states are in `infinity-<run>-r<rank>-d<index>.slots`, one file in each of its directories. Its record (see
-records.py) is `infinity-<run>-r<rank>.record` in the first directory. Before the first finished step the states have
-the names of swap files (`.slots.swap`), and the next start removes them. They are renamed after the first record is
-written, so a first record without them belongs to an interrupted commit. A living process holds a lock on its states,
-under either name.
+records.py) is `infinity-<run>-r<rank>.record` in the first directory. Before the first finished step, the files of
+states have names of swap files (`.slots.swap`), and the next start removes them. They are renamed after the first
+record is written. So a first record without files of states belongs to an interrupted commit. A living process holds a
+lock on its files of states, under either name.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class KeptFile:
-    """A file that a run has kept.
+    """A file of a run that outlives its process.
 
     Attributes:
-        foreign: why another user may have made it; None if it is this user's own.
+        foreign: why another user may have created it; None if it certainly belongs to this user.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class KeptFile:
 
 
 def kept_files(directory: Path) -> list[KeptFile]:
-    """Return the files that runs have kept in a directory, by name. Raises StorageError if it cannot be used."""
+    """Return the files of runs in a directory, sorted by name. Raises StorageError if the directory cannot be used."""
     found = []
     with swap_directory(directory, "states", lasting=True) as (descriptor, names):
         for name in names:
@@ -92,7 +92,7 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
 
     Raises:
         CheckpointError: there are several runs, states without a record, missing states, or a damaged record; or a
-            living process has the files, or another user may have made them.
+            living process uses the files, or another user may have created them.
     """
     files = [file for path in dict.fromkeys(directories) for file in kept_files(path) if file.rank == rank]
     files = [file for file in files if not (file.is_unfinished and file.foreign)]  # no run continues from these
@@ -110,12 +110,12 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
     if len(runs) > 1:
         raise CheckpointError(
             f"{directories[0]} has the states of several runs ({', '.join(runs)}), and tiering.crash_consistent keeps "
-            "one in a directory: remove those that are not needed (infinity states list, infinity states remove --run)"
+            "one in a directory: remove the others (infinity states list, infinity states remove --run)"
         )
     if files and not records:
         raise CheckpointError(
-            f"{files[0].path} is of a run whose record is not in {directories[0]}, so nobody can tell which step it is "
-            "of: give the paths in the order that the run had, or remove it (infinity states remove)"
+            f"{files[0].path} is of a run whose record is not in {directories[0]}, so its step is unknown: give the "
+            "paths in the order that the run had, or remove it (infinity states remove)"
         )
     record = read_record(records[0].path) if records else None
     if record is not None and not record.generations:
@@ -128,7 +128,7 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
         if missing and record.generations[0].sequence > 1:
             raise CheckpointError(
                 f"{missing[0]} is missing, of the states that {records[0].path} describes: give all paths in the order "
-                "that the run had, or go on from a checkpoint and remove these states (infinity states remove)"
+                "that the run had, or resume from a checkpoint and remove these states (infinity states remove)"
             )
         if missing:
             remove(files)
@@ -137,7 +137,7 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
 
 
 def flush_names(directories: Sequence[Path]) -> None:
-    """Have on the drives which files there are in these directories. Raises StorageError if a drive has failed."""
+    """Flush the names of the files in these directories to the drives. Raises StorageError if a drive has failed."""
     for path in dict.fromkeys(directories):
         try:
             sync_directory(path)
@@ -146,15 +146,15 @@ def flush_names(directories: Sequence[Path]) -> None:
 
 
 def remove(files: Sequence[KeptFile]) -> None:
-    """Remove a dead run's files, except files of other users. A crash does not bring a removed file back.
+    """Remove a dead run's files, except files of other users. After a crash, a removed file stays removed.
 
     Raises:
-        CheckpointError: a living process has one of them.
+        CheckpointError: a living process uses one of them.
         StorageError: a drive has failed.
     """
     own = [file for file in files if file.foreign is None]
     check_not_held(own)
-    for records in (False, True):  # last, since states without a record are refused
+    for records in (False, True):  # the record last, because states without a record are refused
         chosen = [file for file in own if file.is_record == records]
         for file in chosen:
             file.path.unlink(missing_ok=True)
@@ -162,7 +162,7 @@ def remove(files: Sequence[KeptFile]) -> None:
 
 
 def check_not_held(files: Sequence[KeptFile]) -> None:
-    """Raise CheckpointError if a living process has one of these files."""
+    """Raise CheckpointError if a living process uses one of these files."""
     for file in files:
         if file.is_data and is_held(file.path):
             raise CheckpointError(
@@ -180,12 +180,12 @@ class RunFiles:
     """The files of one rank of a run.
 
     Args:
-        run: its name; the one of `found`, if given.
+        run: the name of the run; if `found` is given, the name in it.
         nonce: identifies this start of the run; equal on all ranks.
         found: the record of an earlier process, with the one generation that the ranks agreed on.
 
     Attributes:
-        kept: there are files that outlive this process.
+        kept: whether there are files that outlive this process.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class RunFiles:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process has this file. Raises CheckpointError if this cannot be determined."""
+    """Whether a living process uses this file. Raises CheckpointError if this cannot be determined."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -276,7 +276,7 @@ def is_held(path: Path) -> bool:
         return False  # just removed
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be locked ({error.strerror}), so nobody can tell whether a living process has it; "
+            f"{path} cannot be locked ({error.strerror}), so it is unknown whether a living process uses it; "
             "tiering.crash_consistent needs a filesystem with locks"
         ) from error
     return False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements that a shard and the flat tensor have in common.
+    """Elements that are consecutive both in a shard and in the flat tensor.
 
     Attributes:
         shard: their start in the shard.
@@ -36,7 +36,7 @@ class Sharding:
         return f"-rank-{self.rank:05d}" if self.count > 1 else ""
 
     def pieces(self, trainable_numel: int, numel: int) -> tuple[Piece, ...]:
-        """Return this rank's slices of the trainable elements, `[0, trainable_numel)`, and of the frozen rest.
+        """Return this rank's slices of the trainable elements, `[0, trainable_numel)`, and of the frozen elements.
 
         Both lengths are multiples of `count`. Empty slices are omitted.
         """

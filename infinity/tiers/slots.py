@@ -3,15 +3,15 @@
 [Note: slots]
 A double-buffered extent is cut into *ranges*, each of which is always written whole: a tile of optimizer states, or the
 part of a unit's parameters that a tile's update changes. One slot of each range holds the newest version. The time
-between two commits is an *epoch*. The first write of a range in an epoch goes to the other slot, later writes in the
-epoch go to the same slot. So the bits that name the newest slots when an epoch is closed describe states that stay on
-the drive until that epoch is committed and the next one is closed.
+between two commits is an *epoch*. The first write of a range in an epoch goes to the other slot; later writes in the
+epoch go to that same slot. When an epoch is closed, one bit for each range names its newest slot. The states in these
+slots stay on the drive until that epoch is committed and the next one is closed.
 
-Until that commit only one slot of a range may be written, so a write in a new epoch waits for the commit of the
-previous epoch (the *gate*). `to_write` waits, so that no caller can forget it. The coherence protocol does not know
-slots: it sees both as one NVME copy, which is not read while it is written.
+Until an epoch is committed, the slots of the commit before it must stay intact. So a write in a new epoch waits for the
+commit of the previous epoch (the *gate*). `to_write` waits, so that no caller can forget it. The coherence protocol
+does not know slots: it sees both as one NVME copy, which is not read while it is written.
 
-Writes of the present epoch can be rolled back: the other slot is the newest again. So updates may be speculative,
+Writes of the current epoch can be rolled back: the other slot becomes the newest again. So updates may be speculative,
 with or without commits.
 """
 
@@ -67,7 +67,7 @@ class SlotExtent:
         bounds: first byte of each range, then the end of the last.
         newest: the slot with the newest version, by range.
         epochs: the epoch in which that slot was written, by range.
-        found: the slot that another process has committed, by range; empty if there was none, see `Slots.adopt`.
+        found: the slot that an earlier process has committed, by range; empty if there is none, see `Slots.adopt`.
     """
 
     slots: tuple[Extent, Extent]
@@ -92,7 +92,7 @@ class SlotExtent:
         return range(touched[0], touched[-1] + 1) if touched else range(0)
 
     def take_found(self) -> None:
-        """Make the version that another process has committed the newest."""
+        """Make the version that an earlier process has committed the newest."""
         self.newest[:] = self.found
         self.epochs = [0] * len(self.epochs)
 
@@ -114,7 +114,7 @@ class Slots:
     The compute thread closes epochs; the compute thread and the optimizer's worker write.
 
     Attributes:
-        has_found: the adopted slots are not forgotten yet; the reader resets it.
+        has_found: whether `found` of the extents is still valid; the reader resets it.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class Slots:
         return extent.parts(extent.newest, span, offset)
 
     def keeps(self, extent: SlotExtent) -> bool:
-        """Whether writes will keep the present content in the other slot: it was not written in this epoch."""
+        """Whether a write would leave the current content in the other slot: this epoch has not written the extent."""
         return self._epoch not in extent.epochs
 
     def roll_back(self, extent: SlotExtent) -> bool:
@@ -179,7 +179,7 @@ class Slots:
         return extent.parts([slot ^ (epoch == self._epoch) for slot, epoch in pairs], span, 0)
 
     def next_epoch(self) -> None:
-        """Begin an epoch without a commit: later writes keep the present content in the other slot."""
+        """Begin an epoch without a commit: later writes leave the current content in the other slot."""
         self._epoch += 1
 
     def wait_committed(self) -> None:
@@ -224,7 +224,7 @@ class Slots:
     # The state that an earlier process left #
 
     def adopt(self, newest: bytes) -> None:
-        """Take over the slots that another process committed; they are not written before the next commit.
+        """Take over the slots that an earlier process committed. They are not overwritten before the next commit.
 
         Raises InfinityError if the number of ranges differs.
         """

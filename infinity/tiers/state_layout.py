@@ -1,7 +1,7 @@
 """The layout of optimizer states: the fields of a tile, and the same fields on the device.
 
-On the host the fields of a tile are adjacent, so that one request of a drive reads them. The device does not use tiles:
-each field of a unit is in one piece, so the update of a run of parameters needs few kernel launches.
+On the host, the fields of a tile are adjacent, so that one request to a drive reads them. The device does not use
+tiles: each field of a unit is one tensor, so that the update of a run of parameters needs few kernel launches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class StateLayout:
         format: name of the format.
         param_dtype: dtype of the parameter itself, which is stored separately.
         fields: in the order in which a tile holds them.
-        master: name of the field that completes the parameter to the float32 master, or None if it is the master.
+        master: name of the field that completes the parameter to the float32 master; None if the parameter itself is
+            the master.
         first: name of the signed moment, or None.
         second: name of the moment that is never negative, or None.
     """

@@ -28,10 +28,10 @@ class Tile(Field):
         index: position of the tile within the unit.
         start, numel: range of elements within the shard.
         nbytes: bytes of the optimizer's fields for that range.
-        home: the memory in which it lives; home_copy: its copy in that memory.
+        home: the memory in which it is while it is not updated; home_copy: its copy in that memory.
         extent: its place on NVMe, as home or for write-through; None if it has none.
         lease: the memory of its host copy: its home, or a slot of the ring; None while it has none.
-        own: while its home is the device, the host memory that it returns to; None otherwise.
+        own: while its home is the device, the host memory to which it returns; None otherwise.
     """
 
     __slots__ = ("extent", "home", "home_copy", "index", "lease", "nbytes", "numel", "own", "start", "unit")
@@ -60,7 +60,7 @@ class Tile(Field):
         self.nbytes = nbytes
 
     def set_home(self, home: Memory) -> None:
-        """Change the home to a memory in which it has a copy, or is about to have one."""
+        """Change the home to a memory that has a copy of the tile, or will have one."""
         self.home = home
         self.home_copy = self.copies.setdefault(home, Copy(home))
 
@@ -71,7 +71,7 @@ class Tile(Field):
 
     @property
     def is_in_memory_alone(self) -> bool:
-        """Whether its home is host memory and it has no place on NVMe, so that it may move within host memory."""
+        """Whether its home is host memory and it has no place on NVMe. It may then move within host memory."""
         return self.extent is None and self.home is Memory.HOST
 
 
@@ -80,9 +80,9 @@ class UnitStates:
 
     Attributes:
         tiles: in order; `indices`: the index of each.
-        nbytes: of all tiles.
-        stored: those whose home is NVMe.
-        are_there: all are on the device, so that the unit is updated by the device.
+        nbytes: bytes of all tiles.
+        stored: the tiles whose home is NVMe.
+        are_there: whether all tiles are on the device, which then updates the unit.
         fields: memory on the device for the whole shard; None if there is none.
     """
 
@@ -96,7 +96,7 @@ class UnitStates:
         self.note_homes()
 
     def note_homes(self) -> None:
-        """Process changed homes of the tiles, and free the device memory if it is unused."""
+        """Update the attributes after the homes of tiles have changed. Free the device memory if it is unused."""
         self.stored = [tile for tile in self.tiles if tile.home is Memory.NVME]
         self.are_there = any(tile.home is Memory.DEVICE for tile in self.tiles[:1])
         if not self.are_there:
@@ -168,7 +168,7 @@ class StateStore:
 
     def read(self, tile: Tile, slot: Lease, priority: Priority) -> None:
         """Start reading a tile whose home is not host memory into `slot`; raises InfinityError if it is lost."""
-        if tile.state(tile.home) is not State.VALID:  # or being written, for which the ring waits before
+        if tile.state(tile.home) is not State.VALID:  # it is not being written either: the ring has waited for that
             raise InfinityError(f"{tile.name} is lost: an update or a write of it has failed")
         if tile.home is Memory.DEVICE:
             self._download(tile, slot)
@@ -194,7 +194,7 @@ class StateStore:
         return write
 
     def take_over(self) -> None:
-        """Give every tile the value that an earlier process left on NVMe; no transfer may be in flight."""
+        """Replace every tile's value by the one that an earlier process left on NVMe. No transfer may be in flight."""
         for tile in itertools.chain.from_iterable(each.tiles for each in self.units):
             assert isinstance(tile.extent, SlotExtent)
             for move in tile.moves():
@@ -285,7 +285,7 @@ class StateStore:
         tile.finish_move(move)
 
     def move_back(self, tile: Tile) -> None:
-        """Make the host or NVMe the home of a held tile again, where it may still have an older value."""
+        """Make the host or NVMe the home of a held tile again. That memory may still contain an older value."""
         tile.set_home(Memory.NVME if tile.own is None else Memory.HOST)
         tile.drop(Memory.DEVICE)
         tile.own = None

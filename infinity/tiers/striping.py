@@ -10,7 +10,7 @@ from pathlib import Path
 from infinity.config import format_size
 from infinity.errors import StorageError
 
-_GRAIN_BYTES = 1 << 20  # requests for smaller pieces would cost a drive more than they add in bandwidth
+_GRAIN_BYTES = 1 << 20  # smaller pieces cost a drive more for requests than they add in bandwidth
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Stripe:
 
     Attributes:
         path: the directory.
-        weight: its bandwidth, in a unit that is the same for all.
+        weight: its bandwidth, in the same unit for all stripes.
         capacity_bytes: the most that may be reserved in it.
     """
 
@@ -88,7 +88,7 @@ class Striping:
         )
         return StorageError(
             errno.ENOSPC,
-            f"no room for {format_size(nbytes)} more of the model's states: {held}; free space there, raise "
+            f"no room for {format_size(nbytes)} more of the model's states: {held}; free space on one of them, raise "
             "tiering.nvme[].capacity, or add a path",
             str(self._stripes[0].path),
             self.sizes[0],

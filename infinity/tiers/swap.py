@@ -43,7 +43,7 @@ def open_swap(
     rank: int = 0,
     run: RunFiles | None = None,
 ) -> SwapSpace:
-    """Open swap space on these directories, with an engine, and so a queue of `options.queue_depth`, for each drive.
+    """Open swap space on these directories. Each drive has an engine, with a queue of `options.queue_depth`.
 
     Args:
         paths: a capacity of None means all free space; a bandwidth of None is measured if the paths are on several
@@ -81,8 +81,8 @@ def open_swap(
 class SwapSpace:
     """Extents over one swap file per directory.
 
-    Reserve every extent, then `create`: files are allocated at full size, so that a full disk is an error at the start
-    and not during a run. Without directories the space is empty, and nothing can be reserved.
+    Reserve every extent, then call `create`. It allocates the files at full size, so that a full disk is an error at
+    the start and not during a run. Without directories, nothing can be reserved.
 
     Args:
         engines: one for each directory; directories may share an engine. Closed with the space.
@@ -280,17 +280,18 @@ class SwapSpace:
         found = self.run.found
         if found.layout != self.slots.layout():
             raise CheckpointError(
-                f"{self.run.record_path} is of states that are laid out in another way, by another version: go on with "
-                "that one, or from a checkpoint, and remove these states (infinity states remove)"
+                f"{self.run.record_path} is of states that another version has laid out in another way: resume with "
+                "that version, or from a checkpoint, and remove these states (infinity states remove)"
             )
         try:
             self.slots.adopt(found.generations[0].slots)
         except InfinityError as error:
             raise CheckpointError(
-                f"{self.run.record_path} is damaged: of the slots of its step, {error}; go on from a checkpoint, and "
+                f"{self.run.record_path} is damaged: of the slots of its step, {error}; resume from a checkpoint, and "
                 "remove these states (infinity states remove)"
             ) from error
-        # Before any slot is written: else, after a crash, ranks could agree on the other step, whose slots are reused.
+        # Before any slot is written. Otherwise, after a crash, ranks could agree on the older step, whose slots may
+        # have been overwritten.
         self.run.write(found.stripes, found.sizes, found.layout, found.generations)
 
     def record(self, steps: Sequence[Generation]) -> None:
@@ -387,7 +388,7 @@ def _weights(paths: Sequence[NvmeConfig], drives: Sequence[int], options: IoOpti
 
 
 def _measure(directory: Path, options: IoOptions, backend: str) -> float:
-    options = replace(  # larger values add no accuracy, and take memory from the model
+    options = replace(  # larger values are not more accurate, and take memory from the model
         options,
         block_size_bytes=min(options.block_size_bytes, _PROBE_BLOCK_BYTES),
         queue_depth=min(options.queue_depth, _PROBE_DEPTH),

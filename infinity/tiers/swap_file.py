@@ -1,11 +1,11 @@
 """Swap files: allocated at the start, and removed at the end, except files that a later process continues from.
 
 [Note: who owns a swap file]
-A swap file belongs to one process, which holds an exclusive `flock` on it while it lives. The kernel drops the lock
-when the process dies, in any way. So a file whose lock can be taken belongs to a dead run, and the next start removes
-it. A new file is locked under a temporary name before it is renamed to a swap file, so that another starting run never
-sees it without its lock. No process waits for a lock, since any other process may hold one on these files. Process ids
-do not work here: they are reused, and mean nothing across containers that share a drive.
+A swap file belongs to one process, which holds an exclusive `flock` on it while it lives. However the process ends, the
+kernel releases the lock. So a file whose lock can be taken belongs to a dead run, and the next start removes it. A new
+file is locked under a temporary name before it is renamed to a swap file, so that another starting run never sees it
+without its lock. No process waits for a lock, because any other process may hold a lock on these files. A process id in
+the name would not be enough: ids are reused, and differ between containers that share a drive.
 A file that is kept (see run_files.py) gets a name that `remove_stale` ignores.
 """
 
@@ -35,7 +35,7 @@ from infinity.io.directory import allocate, check_private, create_private, open_
 
 _log = logging.getLogger(__name__)
 _PREFIX, _SUFFIX, _NEW = "infinity-", ".swap", ".new"
-_NEW_FOR_S = 60.0  # far longer than a file keeps its temporary name
+_NEW_FOR_S = 60.0  # far longer than a file has its temporary name
 
 
 def open_swap_directory(directory: Path, *, lasting: bool = False) -> int:
@@ -84,11 +84,11 @@ def _removed(directory: int, name: str) -> bool:
         return False  # another user's, or just removed
     try:
         if os.fstat(file).st_uid != os.geteuid():
-            return False  # root may unlink it, but another user may need it
+            return False  # root could remove it, but another user may need it
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(name, dir_fd=directory)
     except OSError:
-        return False  # its owner lives, or the filesystem has no locks
+        return False  # its owner is alive, or the filesystem has no locks
     finally:
         os.close(file)
     return True
@@ -118,7 +118,7 @@ class OwnedFile:
     """A locked swap file. It is removed when its owner closes it, is collected, or exits, unless it is kept.
 
     Attributes:
-        descriptor: the file; it is only opened through this (see infinity.io.directory).
+        descriptor: the open file; all later opens go through it (see infinity.io.directory).
         remove: closes the file, and removes it if it is not kept.
     """
 
@@ -145,7 +145,7 @@ class OwnedFile:
         _live.discard(place)
 
     def lose(self) -> None:
-        """Rollback `keep`: the file is removed when it is closed."""
+        """Undo `keep`: the file is removed when it is closed."""
         self._place.kept = False
 
 
@@ -263,7 +263,7 @@ def _lock(descriptor: int, path: Path) -> None:
         if path.parent not in _without_locks:
             _without_locks.add(path.parent)
             _log.warning(
-                "%s: files cannot be locked here (%s), so that nobody can tell the swap files of dead runs: remove "
+                "%s: files cannot be locked here (%s), so swap files of dead runs are not recognised: remove "
                 "infinity-*.swap by hand after a crash",
                 path.parent,
                 error.strerror,

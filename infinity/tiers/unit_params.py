@@ -2,20 +2,20 @@
 
 [Note: uploads]
 An upload waits only for work that still uses its target memory. It does not wait for all queued work, because the host
-runs ahead of the device: the next forward pass may be queued during an update. Memory that was newly allocated may have
-had another use until its allocation. A unit that is updated is in use until the update begins; after that the model
-does not see its old values (`UnitViews.mark_stale`). Each of these moments is marked in the compute stream, and the
-upload waits for the mark.
+runs ahead of the device: the next forward pass may be queued during an update. There are two cases. Newly allocated
+memory may have had another use until its allocation. A unit that is updated is in use until the update begins; after
+that, the model does not see its old values (`UnitViews.mark_stale`). The moment of the allocation, or of the begin, is
+marked in the compute stream, and the upload waits for the mark.
 
 [Note: downloads]
 For the same reason, a download for an update does not wait for all queued work. In a backward pass, nothing but an
 update changes a unit after its gradients are computed, so the download waits for the gradients.
 
 [Note: stable storage]
-Autograd saves views of the weights (`weight.t()` for a linear layer) and uses them in backward, when the unit may have
-been evicted and fetched again. So a unit's flat tensor keeps one storage for the whole run, and only the memory behind
-it is freed and allocated: pages of a reserved address range on the CPU, a resized storage on a device (as in FSDP2). An
-access while the unit is evicted faults; it never reads another unit's bytes.
+Autograd saves views of the weights (`weight.t()` for a linear layer) and uses them in backward. By then, the unit may
+have been evicted and fetched again. So a unit's flat tensor keeps one storage for the whole run, and only the memory
+behind it is freed and allocated: pages of a reserved address range on the CPU, a resized storage on a device (as in
+FSDP2). An access while the unit is evicted faults; it never reads another unit's bytes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class FlatSpec:
         dtype: compute dtype.
         offloaded: the unit is fetched from its home and evicted; if False it is always resident.
         sharding: this rank's slice of the tensor; the home and the host hold this slice alone.
-        runs: blocks of files that the tensor is an image of; empty for a unit that is not in files.
-        beside: the home is on the device, beside the unsharded tensor.
+        runs: the blocks of files whose image the tensor is; empty for a unit that is not in files.
+        beside: whether the home is on the device, in addition to the unsharded tensor.
     """
 
     name: str
@@ -123,7 +123,7 @@ class Carriers:
 
     Attributes:
         swap: space of homes on NVMe.
-        files: existing files that homes lie in.
+        files: existing files that contain homes.
         device: None if the compute device is the CPU.
         spare: pages of evicted units, if the compute device is the CPU.
     """
@@ -161,8 +161,9 @@ class UnitParams:
     Attributes:
         home: the memory with the newest value while the unit is not on the device; DEVICE if it always is.
         site: the memory in which the unit is changed, except by updates on a device.
-        there: the copy on the device, DEVICE or SHARD, that is uploaded and downloaded, and that updates there change.
-        written: there is an NVME copy, which is written whenever the unit changes.
+        there: the copy on the device, DEVICE or SHARD, that is uploaded and downloaded, and that updates on the device
+            change.
+        written: whether there is an NVME copy, which is written whenever the unit changes.
         lease: of the HOST copy.
         tensor: flat, on the compute device, see [Note: stable storage].
         beside: this rank's shard, if the home is SHARD.
@@ -209,7 +210,7 @@ class UnitParams:
             self.buffer.free()  # before the next unit is allocated: the whole model may not fit in memory
         self.beside = self.tensor.new_empty(spec.shard_numel if home is Memory.SHARD else 0)
         if home is Memory.FILE:
-            self.field.begin_write(home)  # the writer was the author of the file
+            self.field.begin_write(home)  # the file has the first value, although this process did not write it
             self.field.end_write(home)
 
     @property
@@ -232,7 +233,7 @@ class UnitParams:
         return Residency.RESIDENT if self.coming is not None else _RESIDENCY[self.computed_on.state]
 
     def is_at_hand(self) -> bool:
-        """Whether an update of the unit may begin: it is where it is updated, or is being fetched."""
+        """Whether an update of the unit may begin: the unit is in the memory that updates change, or being fetched."""
         return self.home is Memory.SHARD or self.residency is not Residency.STORED
 
     def pin(self) -> None:
@@ -243,7 +244,7 @@ class UnitParams:
         self.field.unpin(Memory.DEVICE)
 
     def is_dirty(self) -> bool:
-        """Whether the newest values are not at home."""
+        """Whether the home does not have the newest values."""
         return not self.field.is_newest(self.home)
 
     def is_unwritten(self) -> bool:
@@ -251,7 +252,7 @@ class UnitParams:
         return self.written and self.field.version > 0 and not self.field.is_newest(Memory.NVME)
 
     def is_stored(self) -> bool:
-        """Whether the unit has a value and its home has the newest."""
+        """Whether the unit has a value, and its home has the newest one."""
         return self.field.version > 0 and not self.is_dirty()
 
     def wait(self, move: Move) -> None:
@@ -300,7 +301,7 @@ class UnitParams:
         self.field.begin_move(Memory.NVME, Memory.DEVICE, read, StallCause.DISK_READ)
 
     def copy_in(self) -> None:
-        """Fill `shard` from the files that it is an image of; the unit has its home in another memory."""
+        """Fill `shard` from the files whose image it is. The unit has its home in another memory."""
         spec = self.spec
         part = self._by.files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
         self._counted(self._by.files.read(part, self.span(self.site), priority=Priority.DEMAND), part.nbytes).result()
@@ -316,7 +317,7 @@ class UnitParams:
         return write
 
     def write_through(self, writes: Transfer) -> Move | None:
-        """Start the move of a change in progress that is written home by tile; None without a place on NVMe."""
+        """Start the move of a change in progress that is written tile by tile. Return None without an NVME copy."""
         if not self.written:
             return None
         return self.field.begin_move(self.site, Memory.NVME, writes, StallCause.DISK_WRITE, at=self.field.version + 1)
@@ -437,7 +438,7 @@ class UnitParams:
     def can_send_parts(self) -> bool:
         """Whether changed elements can be uploaded while the HOST copy is still being changed, see `send_part`."""
         changing = self._by.device is not None and self.field.state(Memory.HOST) is State.WRITING
-        # The copy on the device is stale since the update began. Nobody reads it, so it may mix old and new values.
+        # The copy on the device is stale since the update began. No code reads it, so it may mix old and new values.
         return changing and self.field.state(Memory.DEVICE) is State.VALID
 
     def send_part(self, stop: int) -> None:

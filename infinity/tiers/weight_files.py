@@ -2,13 +2,13 @@
 
 [Note: a unit in files]
 Tensors begin at any offset of their files, and direct I/O reads whole blocks of 4 KiB. So the flat tensor of such a
-unit is an *image*: the runs of file blocks that hold its parameters, one after another. A parameter keeps its offset
-within its block; its first and last block may hold other bytes of the file. So reads put parameters in place without a
-further copy, and a rank's shard of the image is a sequence of whole blocks, too.
+unit is an *image*: the runs of file blocks that contain its parameters, one after another. A parameter keeps its offset
+within its block; its first and last block may contain other bytes of the file. So a read puts parameters in place
+without another copy, and a rank's shard of the image also consists of whole blocks.
 
-A file is identified by its descriptor, so replacing the file under its name has no effect. Writes into it are detected:
-size and times of the last change are checked after every read. A writer can reset the time of the content (`mtime`),
-but not the time of the inode (`ctime`). `ctime` also changes when the file gets or loses a name, which is not a write.
+A file stays open, so replacing the file under its name has no effect. Writes into it are detected: size and times of
+the last change are checked after every read. A writer can reset the time of the content (`mtime`), but not the time of
+the inode (`ctime`). `ctime` also changes when the file gets or loses a name, which is not a write.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WeightFile:
         return WeightFile(path, found.st_dev, found.st_ino, found.st_size, *times, found.st_nlink)
 
     def check(self, found: os.stat_result) -> None:
-        """Check that the file is the same, and was not written. Raises StorageError if the check failed."""
+        """Check that the file is the same, and was not written since. Raises StorageError if the check failed."""
         now = WeightFile.seen(self.path, found)
         if now.names != self.names:
             now = replace(now, names=self.names, ctime_ns=self.ctime_ns)

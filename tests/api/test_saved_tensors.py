@@ -102,5 +102,5 @@ def test_backward_after_the_end_is_refused(tmp_path) -> None:
     x = torch.randn(LARGE, 128, requires_grad=True)
     with offloaded(Changes(LARGE), tmp_path, "nvme") as engine, engine._step.activations.saving():
         squared = (x * 2).square().sum()
-    with pytest.raises(infinity.InfinityError, match="the engine is closed: what autograd had saved"):
+    with pytest.raises(infinity.InfinityError, match="the engine is closed: the tensors that autograd had saved"):
         squared.backward()

@@ -174,7 +174,7 @@ def test_a_wait_that_is_interrupted_gives_no_memory_back(on) -> None:
 
 def test_what_is_lent_keeps_its_memory_until_it_has_arrived() -> None:
     field = Field("x", (Memory.NVME, Memory.HOST))
-    with pytest.raises(RuntimeError, match="what is in HOST is ABSENT and cannot be read"):
+    with pytest.raises(RuntimeError, match="the copy in HOST is ABSENT and cannot be read"):
         field.lend(Memory.HOST, Request("", []), StallCause.HOST_LINK)
     field.begin_write(Memory.HOST)
     field.end_write(Memory.HOST)
