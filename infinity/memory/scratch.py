@@ -17,7 +17,7 @@ class Loan(NamedTuple):
 
 
 class Scratch:
-    """Lends tensors of the device's allocator. It caches free memory, and reuses memory only after copies have read it."""
+    """Lends tensors of the device's allocator. It caches free memory, and reuses it only after copies have read it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

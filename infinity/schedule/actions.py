@@ -1,4 +1,4 @@
-"""Events that the scheduler gets, and actions that it returns. Both refer to a unit by its row."""
+"""The scheduler's events (input) and actions (output). Both refer to a unit by its row."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class PassBegins(AgreedEvent):
 
 @dataclass(frozen=True, slots=True)
 class PassEnds(AgreedEvent):
-    """The backward pass is over, or a forward pass without one.
+    """A backward pass, or a forward pass without a backward pass, is over.
 
     Attributes:
-        learn: it was a training step; the next cycles are expected to repeat it.
+        learn: whether it was a training step. The next cycles are expected to repeat it.
     """
 
     learn: bool
@@ -48,17 +48,17 @@ class PassEnds(AgreedEvent):
 
 @dataclass(frozen=True, slots=True)
 class UseBegins(AgreedEvent):
-    """A module is about to compute on a unit; the unit is pinned."""
+    """A module is about to compute on a unit. The unit is pinned."""
 
     unit: UnitState
 
 
 class ParametersNeeded(_LocalUnitEvent):
-    """A look-ahead, a user or a save needs a unit's newest parameters, and has pinned the unit."""
+    """An early gather, a user or a save needs a unit's newest parameters. The unit is pinned."""
 
 
 class OldParametersNeeded(_LocalUnitEvent):
-    """A unit's parameters are needed in memory without the update that may be due."""
+    """A unit's parameters are needed in memory, without its update if one is due."""
 
 
 class ParametersMade(_LocalUnitEvent):
@@ -83,7 +83,7 @@ class UpdateDue(_LocalUnitEvent):
 
 
 class UpdateForeseen(_LocalUnitEvent):
-    """A unit's gradients are complete, and its update is expected: it may be speculative."""
+    """A unit's gradients are complete, and its update is expected. It may be submitted as a speculative update."""
 
 
 class GradientsNeedRoom(_LocalUnitEvent):
@@ -110,7 +110,7 @@ class Fetch(_UnitAction):
     """Start to bring a unit's parameters into memory. The ledger has room for them.
 
     Attributes:
-        urgent: the compute thread waits for them.
+        urgent: whether the compute thread waits for them.
     """
 
     urgent: bool
@@ -129,8 +129,8 @@ class _Submission(_UnitAction):
     """Submit an update of a unit.
 
     Attributes:
-        write: write the new parameters home, tile by tile as they are updated.
-        needed: time of the unit's next use; among updates that no thread waits for, the lowest goes first.
+        write: whether to write the new parameters home, tile by tile as they are updated.
+        needed: time of the unit's next use. Among updates that no thread waits for, the lowest goes first.
     """
 
     write: bool
@@ -142,11 +142,11 @@ class Submit(_Submission):
 
 
 class SubmitAhead(_Submission):
-    """Submit a unit's expected update, as far as it can be rolled back."""
+    """Submit a unit's expected update as a speculative one, for the tiles that can be rolled back."""
 
 
 class UpdateOnDevice(_UnitAction):
-    """Run a unit's due update on the device, where its optimizer states are."""
+    """Run a unit's due update on the device, which has its optimizer states."""
 
 
 class AwaitUpdate(_UnitAction):
@@ -154,12 +154,12 @@ class AwaitUpdate(_UnitAction):
 
 
 class AwaitNewest(_UnitAction):
-    """Block until a unit's parameters are in memory and updated; their upload may still be queued on the device."""
+    """Block until a unit's parameters are in memory and updated. Their upload may still be queued on the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitAnyUpdate:
-    """Block until one of the submitted updates has ended, the first to do so."""
+    """Block until any one of the submitted updates has ended."""
 
 
 class AwaitGradients(_UnitAction):

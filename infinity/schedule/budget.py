@@ -1,12 +1,14 @@
 """Divide a memory budget: first the minimum of each part, then the parts that save the most traffic per byte.
 
-If the compute device is the CPU, one budget pays for everything. A discrete device pays for the tensors that are
-computed on and the gradients that are collected beside them; the host pays for all else.
+If the compute device is the CPU, one budget pays for everything. If the device has its own memory, the device's budget
+pays for the tensors that the model computes on and for the gradients that are collected next to them. The host's budget
+pays for everything else.
 
-Traffic saved by one byte held, per training step (`split` format): a parameter that stays is neither read twice nor
-written back (6 bytes for 2), a tile of optimizer states is neither read nor written (20 bytes for 10). So parameters
-come first, except gradients that let the computation continue during an update: without them the drive idles while the
-next unit is computed, and the computation while that unit is updated.
+Traffic that one byte in memory saves in a training step (`split` format): a parameter that stays is neither read twice
+nor written back (6 bytes for 2), a tile of optimizer states is neither read nor written (20 bytes for 10). So
+parameters come before states. Before both come the gradients of a second unit, with which computation and update
+overlap: without them, the drive is idle while the next unit is computed, and the computation waits while that unit is
+updated.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ _RING_SHARE = 16  # tiles in flight take at most 1/16 of the capacity, unless th
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """The bytes that could be held, and the minimum.
+    """For each part of a memory: the minimum, and the most bytes that are of use.
 
     Attributes:
         tile_bytes: of a full tile of optimizer states.
         ring_min_bytes: fewest tiles in flight with which the optimizer pipeline can overlap.
         ring_bytes: most tiles in flight that are of use to it.
-        params_min_bytes: largest set of units that must be resident together, if this memory is computed in.
-        params_bytes: all parameters that are fetched and evicted for that.
+        params_min_bytes: largest set of units that must be resident together, if the model computes in this memory.
+        params_bytes: all parameters that are fetched and evicted, if the model computes in this memory.
         grads_min_bytes: gradients that must be held before an update can free them.
         grads_flowing_bytes: gradients of one unit in its update and one being computed, if updates run during backward.
-        grads_bytes: gradients that may usefully be held.
+        grads_bytes: most gradients that are of use.
         states_min_bytes: optimizer states whose home is this tier.
-        states_bytes: all optimizer states, and gradients that stay beside states that stay.
-        always_bytes: parameters that never leave, if this memory is computed in.
-        homes_min_bytes, homes_bytes: shards of parameters in another place than the computation, at home or in transit;
-            the minimum, and all.
+        states_bytes: all optimizer states, and the gradients that stay in memory together with states.
+        always_bytes: parameters that never leave, if the model computes in this memory.
+        homes_min_bytes, homes_bytes: shards of parameters that are separate from the tensors that the model computes
+            on, at home or in transit; the minimum, and all.
         collecting_bytes: full gradients before their reduction to shards, if they are in this memory.
         activations_bytes: activations that are offloaded to this memory.
         initial_bytes: values on their way to the tiers at `initialize`, before gradients and activations exist.
@@ -79,24 +81,24 @@ class MemoryNeeds:
         return params_bytes + states_bytes + self._later(self.grads_bytes)
 
     def _later(self, grads_bytes: int) -> int:
-        """Return the larger of two peaks: training, and `initialize`, which uses the same room earlier."""
+        """Return the larger of two peaks: that of training, and that of `initialize`, which uses the memory before."""
         return max(grads_bytes + self.collecting_bytes + self.activations_bytes, self.initial_bytes)
 
     @property
     def grads_least_bytes(self) -> int:
-        """Gradients that have room in any case: they inherit the room of the values at `initialize`."""
+        """Gradients that have memory in any case, because `initialize` needs this memory for values before."""
         initial = self.initial_bytes - self.collecting_bytes - self.activations_bytes
         return min(self.grads_bytes, max(self.grads_min_bytes, initial))
 
     def initial_extra_bytes(self, split: MemorySplit) -> int:
-        """Return the bytes that `initialize` needs beyond the room that training uses later."""
+        """Return the bytes that `initialize` needs beyond the memory that training uses later."""
         return max(0, self.initial_bytes - self.collecting_bytes - self.activations_bytes - split.grads_bytes)
 
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Bytes granted to parameters, gradients, states that stay, tiles in flight, separate shards, the undo log, and
-    sums of gradients."""
+    """Bytes granted to each part: parameters, gradients, states that stay, tiles in flight, separate shards, the undo
+    log, and sums of gradients."""
 
     params_bytes: int
     grads_bytes: int
@@ -183,7 +185,7 @@ def raise_memory(key: str, more_bytes: int) -> str:
 
 
 def gather_more(ahead_numel: int, itemsize: int, more_bytes: int) -> str:
-    """Return advice to raise the limit on gathered units, where memory is not what limits them."""
+    """Return advice to raise the limit on gathered units, for the case in which memory does not limit them."""
     numel = ahead_numel + -(-more_bytes // itemsize)
     return f"raise zero_optimization.stage3_prefetch_bucket_size to {numel} elements"
 
@@ -199,14 +201,14 @@ def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool, a
     size = format_size(unit_bytes)
     how = f"alone is larger than that ({size})"
     if unit_bytes <= capacity_bytes:
-        how = f"alone takes {size} of that, beside the one that comes while it is computed on,"
+        how = f"alone takes {size} of that, in addition to the next unit, which is fetched at the same time,"
     if is_embedding:
         return (
             f" Unit `{unit}` {how} and is an embedding, which is held as a whole while it is used: only a larger "
             "budget helps, a smaller vocabulary, or bf16 for fp32."
         )
     return (
-        f" Unit `{unit}` {how.rstrip(',')}: where it is a block, tiering.max_unit_size cuts it into units of its "
-        f"modules (auto does where that is enough; {format_size(unit_bytes // 4)}, for example, in any case); a "
-        "single nn.Linear can be replaced by infinity.zero.TiledLinear, whose parts are units of their own."
+        f" Unit `{unit}` {how.rstrip(',')}: if it is a block, tiering.max_unit_size cuts it into units of its modules "
+        f"(auto does so if that is enough; {format_size(unit_bytes // 4)}, for example, always does); a single "
+        "nn.Linear can be replaced by infinity.zero.TiledLinear, whose parts are units of their own."
     )

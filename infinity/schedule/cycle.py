@@ -1,7 +1,7 @@
-"""The running cycle, one forward and backward pass: its uses so far, and the plan that it follows.
+"""The running cycle, one forward and backward pass: the units that it has used so far, and the plan that it follows.
 
-The plan is advice. If a cycle differs from the last one, it leaves the plan, and later units are fetched on demand. The
-next plan is made from the new uses.
+The plan is only advice. If a cycle differs from the last one, it leaves the plan, and its later units are fetched on
+demand. The next plan is made from the new uses.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from infinity.schedule.plan import MOST_AHEAD, Plan, PlanStep, make_plan
 
 
 class Cycle:
-    """Record uses, and predict from the last cycle's uses.
+    """Record the uses of units, and predict the next ones from the last cycle.
 
     Args:
         sizes: bytes of each unit.
         moving: which units are fetched and evicted.
-        capacity_bytes: memory for these.
+        capacity_bytes: memory for these units.
         ahead_bytes: memory for units that are gathered early, beyond the next one.
 
     Attributes:
@@ -34,10 +34,10 @@ class Cycle:
         self._moving = tuple(moving)
         self.recorded: list[int] | None = None
         self._last = NextUse()  # of all units
-        self._course = NextUse()  # only of units that move, as in the plan
+        self._course = NextUse()  # of the units that are fetched and evicted, as in the plan
 
     def expect(self, uses: Sequence[int], plan: Plan) -> None:
-        """Expect cycles with these uses, and follow this plan, as after such a training step."""
+        """Set the expected uses and the plan, as if a training step with these uses had ended."""
         self.plan = plan
         self._last = NextUse(uses)
         self._course = NextUse([unit for unit in uses if self._moving[unit]])
@@ -52,7 +52,7 @@ class Cycle:
         """End the cycle, after its backward pass or after a forward pass without one.
 
         Args:
-            learn: it was a training step; the next cycles are expected to repeat it.
+            learn: whether it was a training step. The next cycles are expected to repeat it.
 
         Returns:
             Whether there is a new plan.
@@ -72,7 +72,7 @@ class Cycle:
         return True
 
     def use(self, unit: int) -> PlanStep | None:
-        """Record a use. Return the plan's step for it; None if the unit never moves or the cycle has left the plan."""
+        """Record a use. Return the plan's step for it; None if the unit is never evicted or the plan was left."""
         if self.recorded is not None:
             self.recorded.append(unit)
             self._last.advance(unit)
@@ -97,11 +97,11 @@ class Cycle:
         return self._last.upcoming(MOST_AHEAD if self.ahead_bytes else 1)
 
     def strangers(self, units: Iterable[int]) -> list[int]:
-        """Return those of the units that the plan does not expect in memory when it begins."""
+        """Return the units, among `units`, that the plan does not expect in memory when it begins."""
         return [] if self.plan is None else [unit for unit in units if unit not in self.plan.resident]
 
     def first_use(self, unit: int) -> int:
-        """Return the position of the unit's first use in the next cycle; behind all others if none is known."""
+        """Return the position of the unit's first use in the next cycle; the number of all uses if none is known."""
         return self._last.first(unit)
 
     def is_leaving(self, unit: int) -> bool:
@@ -112,5 +112,5 @@ class Cycle:
         return self._course.is_last(unit, position - 1)
 
     def leaves_memory(self, unit: int) -> bool:
-        """Whether the unit may be evicted before its next change, so that this change must reach its home."""
+        """Whether the unit may be evicted before its next change. Its update must then be written home."""
         return self._moving[unit] and (self.plan is None or unit in self.plan.evicted)

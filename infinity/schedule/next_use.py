@@ -1,8 +1,7 @@
-"""The one look-ahead: when each unit is used next, predicted from the last cycle.
+"""Predict when each unit is used next, from the uses of the last cycle (the trace).
 
-Training repeats itself, so the trace of the last cycle is treated as endlessly repeated. `time` counts uses in this
-repetition, `position` counts uses within one cycle. A cursor follows the running cycle, until it differs from the
-trace.
+Training repeats itself, so the trace is treated as repeated without end. `time` counts uses in this repetition,
+`position` counts uses within one cycle. A cursor follows the running cycle, until it differs from the trace.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 
 
 class NextUse:
-    """Queries on one trace. Each takes at most the logarithm of the number of a unit's uses.
+    """Queries on one trace. A query takes at most logarithmic time in the number of the unit's uses.
 
     Args:
         uses: units in the order in which the last cycle used them.
@@ -50,7 +49,7 @@ class NextUse:
         return (cycle + 1) * length + positions[0]
 
     def first(self, unit: int) -> int:
-        """Return the position of the unit's first use in a cycle; behind all others if the cycle does not use it."""
+        """Return the position of the unit's first use in a cycle; the cycle's length if it does not use the unit."""
         positions = self._positions.get(unit)
         return len(self.uses) if positions is None else positions[0]
 

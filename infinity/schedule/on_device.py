@@ -2,11 +2,11 @@
 
 [Note: which units go to the device first]
 Gradients of a unit that is updated on the device never cross the link, and its update takes no time of the host's
-cores. So units whose update nothing hides go first: the first unit, which the next forward pass needs first and
-backward makes last, and the small parameters that never leave, whose gradients are complete only after backward. Two
-more units follow: between the gradients of the first block and its next use runs only its own forward pass, and for the
-second not much more. The others are taken evenly from the whole model, so that the link and the cores have equal work
-in every part of backward. The same order serves any amount of memory; more memory takes more of it.
+cores. So units whose update does not overlap with any computation go first. These are the first unit, whose gradients
+come last in backward and which the next forward pass needs first, and the small parameters that never leave, whose
+gradients are complete only after backward. The first two blocks follow, because little computation runs between their
+gradients and their next use. The other units are taken evenly from the whole model, so that the link and the cores have
+equal work in every part of backward. The order does not depend on the amount of memory; more memory takes more units.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Collection, Sequence
 from infinity.config import Config
 from infinity.errors import ConfigError
 
-_EARLY = 2  # units taken evenly whose gradients come last: they go before the others
-_WORTH_NUMEL = 1 << 24  # the host's cores update so many elements in 2 to 5 ms
+_EARLY = 2  # blocks at the start of the model, which go before the units that are taken evenly
+_WORTH_NUMEL = 1 << 24  # the host's cores update this many elements in 2 to 5 ms
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ def share_there(config: Config, *, discrete: bool, exact: bool) -> float:
     """Return the share of optimizer states that `offload_optimizer.ratio` leaves on the device.
 
     Args:
-        discrete: the compute device has memory of its own.
-        exact: the state format does not round, so that a device can update it, too.
+        discrete: whether the compute device has memory of its own.
+        exact: whether the state format has exact moments, which a device can update, too.
 
     Raises:
         ConfigError: the states cannot be updated on the device.
@@ -44,10 +44,10 @@ def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool
     """Whether optimizer states may move to the device after the first step, see `tiering.fill_device`.
 
     Args:
-        ranks: how many ranks train the model together; for the other arguments see `share_there`.
+        ranks: number of ranks that train the model together; for the other arguments see `share_there`.
 
     Raises:
-        ConfigError: `fill_device` is true, but they cannot.
+        ConfigError: `fill_device` is true, but states cannot move to the device.
     """
     if config.tiering.fill_device == "auto":
         return not why_not_filled(config, ranks, discrete=discrete, exact=exact)
@@ -58,14 +58,14 @@ def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool
         return False
     if config.zero.stage == 3 and ranks > 1:
         raise ConfigError(
-            f"{key}, but at stage 3 with {ranks} ranks the parameters of what is filled with states would have to come "
-            "with them: say with offload_optimizer.ratio how much stays on the device, set zero_optimization.stage to "
-            "2, or leave fill_device out"
+            f"{key}, but at stage 3 with {ranks} ranks the parameters of these states would have to stay on the "
+            "device, too: set offload_optimizer.ratio to keep a fixed share on the device, set zero_optimization.stage "
+            "to 2, or leave fill_device out"
         )
     if config.tiering.update_schedule == "speculative":
         raise ConfigError(
-            f'{key}, but tiering.update_schedule is "speculative": set it to "auto", which also picks "speculative" '
-            "where it serves and fills the device beside it, or leave fill_device out"
+            f'{key}, but tiering.update_schedule is "speculative": set it to "auto", which can choose "speculative" '
+            "and fill the device, or leave fill_device out"
         )
     return True
 
@@ -77,19 +77,19 @@ def why_not_filled(config: Config, ranks: int, *, discrete: bool, exact: bool) -
     """
     offload, tiering = config.zero.offload_optimizer, config.tiering
     if not discrete:
-        return "the model computes on the CPU, whose memory has all states"
+        return "the model computes on the CPU, so there is no device memory to fill"
     if offload.device == "none":
         return "zero_optimization.offload_optimizer.device is none"
     if offload.ratio is not None:
         return f"zero_optimization.offload_optimizer.ratio {offload.ratio:g} says how much stays on the device"
     if not exact:
-        return f"tiering.state_format {tiering.state_format} is rounded, as only the kernels of the host do it"
+        return f"tiering.state_format {tiering.state_format} rounds moments, as only the kernels of the host do it"
     if tiering.crash_consistent:
         return "tiering.crash_consistent writes through what is updated in host memory"
     if tiering.update_schedule == "speculative":
         return 'tiering.update_schedule is speculative ("auto" may pick it, and fills the device)'
     if ranks > 1:
-        # If filling leaves a batch too little memory, one rank can repeat it; several ranks would end.
+        # If a batch runs out of device memory after filling, one rank can repeat it, but several ranks end.
         return f"{ranks} ranks train together: set tiering.fill_device to true at stages 1 and 2"
     return ""
 
@@ -97,11 +97,11 @@ def why_not_filled(config: Config, ranks: int, *, discrete: bool, exact: bool) -
 def first_to_stay(first: Sequence[int], numels: Sequence[int], bytes_per_param: int, free_bytes: int) -> frozenset[int]:
     """Return units whose parameters stay on the device, instead of being evicted, so that their states can move to it.
 
-    The states move later, depending on measured activations. The parameters take memory from nothing else: all
-    parameters of the model fit beside the states and gradients of these units.
+    The states move later, depending on measured activations. There are such units only if the device has memory for all
+    parameters of the model in addition to the states and gradients of these units.
 
     Args:
-        first: units whose updates nothing hides.
+        first: units whose update does not overlap with any computation.
         numels: trained elements of each unit.
         bytes_per_param: of states and gradients.
         free_bytes: device memory beyond all parameters; negative if they do not fit.
@@ -112,24 +112,27 @@ def first_to_stay(first: Sequence[int], numels: Sequence[int], bytes_per_param: 
 
 
 def _can_be_there(key: str, name: str, config: Config, *, discrete: bool, exact: bool) -> bool:
-    """Whether there is a device to update the states, as a key asks for; refuse it if the device cannot.
+    """Whether a device can update the states, as a key requests.
 
     Args:
         key: the key and its value, in words; `name`: the last part of the key.
+
+    Raises:
+        ConfigError: there is a device, but it cannot update this state format.
     """
     if not discrete:
-        _log.info("%s, without effect: the model computes on the CPU, whose memory has all states", key)
+        _log.info("%s, without effect: the model computes on the CPU, so there is no device memory", key)
         return False
     if not exact:
         raise ConfigError(
-            f"{key}, but tiering.state_format {config.tiering.state_format} is rounded as only the kernels of the host "
-            f'do it: set state_format to "auto", or leave {name} out'
+            f"{key}, but tiering.state_format {config.tiering.state_format} rounds moments, as only the kernels of the "
+            f'host do it: set state_format to "auto", or leave {name} out'
         )
     return True
 
 
 def addresses_stay(config: Config, *, discrete: bool) -> bool:
-    """Whether tensors keep their device addresses for the whole run. True on the CPU, where it does not matter."""
+    """Whether tensors keep their device addresses for the whole run. True on the CPU, where addresses do not matter."""
     zero = config.zero
     offloads = zero.offload_param.device != "none" or zero.offload_optimizer.device != "none"
     return not discrete or (zero.stage < 3 and not offloads)
@@ -139,7 +142,7 @@ def promotion_order(numels: Sequence[int], first: Collection[int]) -> list[int]:
     """Return units in the order in which they move to the device, see [Note: which units go to the device first].
 
     Args:
-        numels: trained elements of each unit; units without any are left out.
+        numels: trained elements of each unit; units without trained elements are left out.
         first: units that come before the others.
     """
     others = [unit for unit, numel in enumerate(numels) if numel and unit not in first]

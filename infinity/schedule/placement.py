@@ -1,18 +1,20 @@
-"""The home of every field of every unit, and the rules that follow from it: decided once, plain data for all others.
+"""Decide once, at `initialize`, the home of every field of every unit. The result is plain data.
 
 [Note: placement]
 Three facts of a run decide the placement: its stage, its offload sections, and its compute device.
 
 - If the compute device is the CPU, device and host are one memory, and `none` and `cpu` mean the same.
-- A shard lies *apart* from the tensor that is computed on if the device has memory of its own, or if several ranks
-  share the tensor. The optimizer then updates the shard, in host memory; otherwise it updates the tensor itself.
-- If states are on the device, it also updates parameters: the shard's place in a tensor that stays, or, at stage 3,
-  where unsharded tensors are freed, a SHARD copy beside it.
-- Fields that the ranks share (at every stage but 0) have their home in shards. At stages 1 and 2, unsharded parameters
-  stay; at stage 3 they are gathered from shards. With `communication.shard_size`, ranks share in groups, each of which
-  has all states.
+- A shard is *apart* from the unsharded tensor that the model computes on if the device has memory of its own, or if
+  several ranks share the tensor. The optimizer then updates the shard, in host memory. Otherwise it updates the tensor
+  itself.
+- If states are on the device, the device also updates the parameters. At stages 0 to 2, and on one rank, it updates the
+  shard's place in the tensor, which stays on the device. At stage 3 on several ranks, unsharded tensors are freed, so
+  the device has a SHARD copy in addition, and updates it.
+- Fields that are divided among ranks (at every stage but 0) have their home in shards. At stages 1 and 2, unsharded
+  parameters stay; at stage 3 they are gathered from shards. With `communication.shard_size`, the ranks form groups:
+  the ranks of a group divide the states, and every group has all states.
 
-`Rules` hold these facts for all units alike. `place` then moves fields that exceed the divided budget to NVMe, tile by
+`Rules` contains these facts for all units. `place` then moves fields that exceed the divided budget to NVMe, tile by
 tile and unit by unit.
 """
 
@@ -34,7 +36,7 @@ from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill,
 from infinity.tiers import ARRIVING_UNITS, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
-_RECOVERED_SLOTS = 16  # more than above, because units hold their slots until their updates run
+_RECOVERED_SLOTS = 16  # more than _SPILL_SLOTS, because units hold their slots until their updates run
 _LARGE_UNITS = 2  # an embedding and a head
 _GRADS_IN_FLIGHT = 3  # units that may hold gradients at once if updates run in backward
 # At most 1/4 of all gradients may wait for an update after backward. Without them, the drive would idle under the next
@@ -43,7 +45,7 @@ _GRADS_LEFT_SHARE = 4
 _DEVICE_TILE_BYTES = 64 << 20
 _AHEAD_NUMEL = 50_000_000  # gathered early, beyond the next unit: the default of stage3_prefetch_bucket_size
 _DRIVE_COPIES = 3  # two slots, and a checkpoint
-_STAGING_UNITS = 3  # units whose shards lie apart: one uploaded, one read, one updated
+_STAGING_UNITS = 3  # shards in staging memory at once: one uploaded, one read, one updated
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,11 @@ class ParamRules:
     """Rules for parameters.
 
     Attributes:
-        home: of parameters that may leave the computing memory; DEVICE if none may.
-        home_there: of parameters whose states are on the device.
-        gathers: units are gathered from the shards of several ranks.
+        home: home of the parameters that can be evicted; DEVICE if none can.
+        home_there: home of the parameters whose states are on the device.
+        gathers: whether units are gathered from the shards of several ranks.
         ahead_numel: elements of units that are gathered early, beyond the next one.
-        pass_host: read them from the drives straight into the device, if possible.
+        pass_host: whether to read parameters from the drives directly into device memory, if possible.
     """
 
     home: Memory
@@ -70,17 +72,19 @@ class GradRules:
     """Rules for gradients.
 
     Attributes:
-        reduces: they are sums over several ranks.
-        reduces_every_pass: in every backward pass, not only in the last one of a step.
-        collects_all: before the reduction, every rank holds the full gradients of all units at once.
-        holds_all: there is room for this rank's gradients of all units at once.
-        spills: gradients that exceed host memory go to NVMe.
-        recovers: gradients of units whose states are all double-buffered on NVMe need no memory after speculative
-            updates, because they can be reconstructed.
-        stream: a unit's gradients leave the device during the computation, if they are not added to others on the host.
-        sums_there: gradients of several micro-batches are summed on the device, as far as it has room, and leave once.
-        sums_once: gradients of a group of ranks are summed where they are computed, as far as there is room, and over
-            the replicas once a step.
+        reduces: whether gradients are summed over several ranks.
+        reduces_every_pass: whether this happens in every backward pass, and not only in the last one of a step.
+        collects_all: whether every rank holds the full gradients of all units at once before the reduction.
+        holds_all: whether this rank holds the gradients of all units at once, in memory or on NVMe.
+        spills: whether gradients that exceed host memory go to NVMe.
+        recovers: whether gradients of units whose states are all double-buffered on NVMe need no memory after
+            speculative updates, because they can be reconstructed.
+        stream: whether a unit's gradients leave the device during the computation, unless they are added to other
+            gradients on the host.
+        sums_there: whether gradients of several micro-batches are summed on the device, as far as it has memory, and
+            downloaded once.
+        sums_once: whether each rank keeps the sum of its group's gradients over a step, as far as there is memory, so
+            that replicas exchange it once a step.
     """
 
     reduces: bool
@@ -99,11 +103,11 @@ class StateRules:
     """Rules for optimizer states.
 
     Attributes:
-        home: DEVICE if they, and gradients, never leave it.
-        share_there: share of them that is on the device, by whole units, whatever the home of the others is.
-        fills: device memory that is spare after the first step is filled with states of further units.
-        keeps_steps: each finished step stays on NVMe, where all fields of host memory have a place, too.
-        least_tile_bytes: minimum size of a tile: less is not worth a kernel launch on a device.
+        home: DEVICE if states and gradients never leave the device.
+        share_there: share of the states that is on the device, in whole units. The other states are in `home`.
+        fills: whether spare device memory is filled with states of further units after the first step.
+        keeps_steps: whether each finished step stays on NVMe. Fields in host memory then also have a place on NVMe.
+        least_tile_bytes: minimum size of a tile, because smaller ones are not worth a kernel launch on a device.
     """
 
     home: Memory
@@ -118,13 +122,14 @@ class Rules:
     """Rules for all units alike, see [Note: placement].
 
     Attributes:
-        sharding: this rank's slice of a unit's states, gradients, and parameters that lie apart.
+        sharding: this rank's slice of a unit's states, gradients, and shards of parameters.
         replicas: number of ranks with the same slice.
-        site: where the optimizer updates: HOST for a shard that lies apart, DEVICE for the tensor that is computed on.
-        one_memory: device and host are one, and the host's budget pays for both.
-        stage: of ZeRO; 0 with one rank.
-        waits_for_updates: a step ends when all parameters are updated and shown; if False, updates continue under the
-            next forward.
+        site: the memory in which the optimizer updates parameters: HOST for a shard that is apart, DEVICE for the
+            tensor that the model computes on.
+        one_memory: whether device and host are one memory, for which the host's budget pays.
+        stage: ZeRO stage; 0 with one rank.
+        waits_for_updates: whether `step()` returns only when all parameters are updated and shown. If False, updates
+            continue under the next forward.
         drives: the drives in use.
         activations_bytes: host memory for activations; 0 if they stay on the device.
     """
@@ -150,17 +155,17 @@ class Rules:
         """Return these rules for speculative updates after which gradients of units on NVMe can be reconstructed.
 
         Args:
-            params: parameters can be reconstructed, too, and need no slots of their own.
+            params: whether parameters can be reconstructed, too, so that they need no slots of their own.
         """
         on_drives = self.states.home is Memory.NVME and (params or self.params.home is Memory.NVME)
         return replace(self, grads=replace(self.grads, recovers=self.grads.spills and on_drives))
 
     def param_home(self, *, stays: bool, updated_there: bool) -> Memory:
-        """Return the home of a unit's parameters before a budget moves it up from NVMe.
+        """Return the home of a unit's parameters. If it is NVMe, the budget may still move the parameters to the host.
 
         Args:
-            stays: the parameters never leave the device, for their own sake or for states that are updated on it.
-            updated_there: the unit's states are on the device.
+            stays: whether the parameters never leave the device.
+            updated_there: whether the unit's states are on the device.
         """
         return Memory.DEVICE if stays else self.params.home_there if updated_there else self.params.home
 
@@ -172,11 +177,11 @@ class Rules:
     def first_to_stay(
         self, first: Sequence[int], numels: Sequence[int], bytes_per_param: int, free_bytes: int
     ) -> frozenset[int]:
-        """Return units whose parameters stay on the device for states that may come later; see the function."""
+        """Return units whose parameters stay on the device so that their states can move to it; see `first_to_stay`."""
         return first_to_stay(first, numels, bytes_per_param, free_bytes) if self.states.fills else frozenset()
 
     def measured_there(self, parts: int) -> int:
-        """Return how many of these parts of units have their gradient norms measured on the device."""
+        """Return for how many of `parts` parts of units the device measures the gradient norm: all or none."""
         return parts if self.grads.stream or self.states.share_there else 0
 
     def in_place_problem(self) -> str:
@@ -192,13 +197,13 @@ class Rules:
         """Return why a rank cannot hold the gradients of several passes before they are reduced; empty if it can."""
         if self.stage >= 2:
             return (
-                f"no_sync keeps whole gradients on every rank, which stage {self.stage} is there to avoid: leave it "
-                "out, or use stage 0 or 1, which reduce gradients in the last micro-batch of a step anyway"
+                f"no_sync keeps whole gradients on every rank, which stage {self.stage} avoids: leave it out, or use "
+                "stage 0 or 1, which reduce gradients in the last micro-batch of a step anyway"
             )
         if not self.grads.reduces and not self.grads.holds_all:
             return (
-                "no_sync keeps the gradients of all units, but under the update schedule `backward` there is room for "
-                "those on their way only: set tiering.update_schedule to deferred, or gradient_accumulation_steps"
+                "no_sync keeps the gradients of all units, but the update schedule `backward` has memory for a few "
+                "units only: set tiering.update_schedule to deferred, or gradient_accumulation_steps"
             )
         return ""
 
@@ -209,13 +214,13 @@ def rules_of(
     """Resolve a configuration.
 
     Args:
-        rank: this one of `ranks` processes that train the model together.
-        discrete: the compute device has memory of its own.
-        exact: the state format does not round, so that a device can update it, too.
-        updates_in_backward: a unit is updated as soon as its gradients are final.
+        rank: number of this process among the `ranks` processes that train the model together.
+        discrete: whether the compute device has memory of its own.
+        exact: whether the state format has exact moments, which a device can update, too.
+        updates_in_backward: whether a unit is updated as soon as its gradients are final.
 
     Raises:
-        ConfigError: so many ranks cannot be divided into groups that share states, or two keys contradict each other.
+        ConfigError: the ranks cannot be divided into groups of the configured size, or two keys contradict each other.
     """
     stage, params, states = config.zero.stage, config.zero.offload_param.device, config.zero.offload_optimizer.device
     sharing = config.zero.sharing(ranks)
@@ -244,12 +249,15 @@ def rules_of(
     pass_host = config.aio.use_gds and discrete and home is Memory.NVME
     if config.tiering.crash_consistent and (share > 0 or fills):
         raise ConfigError(
-            "tiering.crash_consistent writes through what an update changes in host memory, but with "
+            "tiering.crash_consistent needs updates in host memory, whose results it writes to the drives, but with "
             "offload_optimizer.device none, ratio below 1 or tiering.fill_device, states are updated on the device: "
             "set device to cpu or nvme, and leave the other two out"
         )
     if pass_host and config.tiering.checksum:
-        raise ConfigError("aio.use_gds reads past the host, where tiering.checksum would look: switch one of them off")
+        raise ConfigError(
+            "aio.use_gds reads past the host, but tiering.checksum needs the bytes in host memory: switch one of them "
+            "off"
+        )
     return Rules(
         params=ParamRules(
             home=home,
@@ -274,7 +282,7 @@ def rules_of(
             share_there=share,
             fills=fills,
             keeps_steps=config.tiering.crash_consistent,
-            # tiles on NVMe keep the best size for a drive
+            # tiles on NVMe keep the size that is best for a drive
             least_tile_bytes=_DEVICE_TILE_BYTES if asked_there and states_home is not Memory.NVME else 0,
         ),
         sharding=sharding,
@@ -282,7 +290,7 @@ def rules_of(
         site=Memory.HOST if apart else Memory.DEVICE,
         one_memory=not discrete,
         stage=stage if ranks > 1 else 0,
-        # At these stages users read and write parameters between steps, as in torch.
+        # At these stages, training loops read and write parameters between steps, as in torch.
         waits_for_updates=stage < 3 and config.tiering.update_schedule == "auto",
         drives=config.tiering.nvme if on_drives else (),
         activations_bytes=config.tiering.activation_memory_bytes if activations_move else 0,
@@ -290,14 +298,17 @@ def rules_of(
 
 
 def _ahead_numel(config: Config, *, discrete: bool) -> int:
-    """Return the configured number; by default some on a device with memory of its own, and none on the host."""
+    """Return the configured number of elements. The default is 0 if the device has no memory of its own."""
     asked = config.zero.prefetch_numel
     return asked if asked is not None else _AHEAD_NUMEL if discrete else 0
 
 
 def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
-    """Whether speculative updates cost nothing: either all fields they change are double-buffered on NVMe anyway and
-    users do not read them between steps, or all is in memory and the host's cores idle while a device computes."""
+    """Whether speculative updates cost nothing.
+
+    There are two cases. Either all fields that they change are double-buffered on NVMe anyway, and users do not read
+    the fields between steps. Or everything is in memory, and the host's cores are idle while a device computes.
+    """
     if not config.managed_accumulation:
         return False
     if config.tiering.crash_consistent:
@@ -314,9 +325,9 @@ def may_run_ahead_on_drives(
     True if their gradients need not be kept, and NVMe has room for a second slot and a checkpoint.
 
     Args:
-        rules: with speculative updates.
-        slot_bytes: of one slot of all fields that may live on NVMe.
-        drive_bytes: returns the free space on the drives; None if unknown, and taken to be enough.
+        rules: the rules with speculative updates.
+        slot_bytes: bytes of one slot of all fields that may be on NVMe.
+        drive_bytes: returns the free space on the drives; None if it is unknown, and assumed to be enough.
     """
     chosen_here = config.tiering.update_schedule == "auto" and config.waits and config.managed_accumulation
     if not chosen_here or not rules.stay_by_units or not _alone_with_device(ranks, discrete=not rules.one_memory):
@@ -326,21 +337,23 @@ def may_run_ahead_on_drives(
 
 
 def _alone_with_device(ranks: int, *, discrete: bool) -> bool:
-    """Whether one rank computes on a device: the host's cores and drives then idle meanwhile. Several ranks would have
-    to exchange messages for each unit instead of once a step."""
+    """Whether one rank computes on a device. The host's cores and drives are then idle while the device computes.
+
+    Several ranks would have to exchange messages for each unit instead of once a step.
+    """
     return discrete and ranks == 1
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The placed fields, except parameters.
+    """The sizes of this rank's optimizer states and gradients.
 
     Attributes:
         numels: elements of each unit in this rank's optimizer.
         tile_numel, tile_bytes: elements of a full tile of optimizer states; function from elements to a tile's bytes.
-        standing: units whose gradients stay open while those of other units come and are used.
-        there: units whose states and gradients are on the device; all others are `below`.
-        blocks: the block that contains each unit; by default each unit is one.
+        standing: units whose gradients stay incomplete while gradients of other units are completed and used.
+        there: units whose states and gradients are on the device. The others are *below* the device.
+        blocks: the block that contains each unit; by default, each unit is a block.
     """
 
     numels: Sequence[int]
@@ -353,7 +366,7 @@ class Shards:
 
     @cached_property
     def below(self) -> list[int]:
-        """As `numels`, but 0 for units whose states are on the device."""
+        """Like `numels`, but 0 for units whose states are on the device."""
         return [0 if unit in self.there else numel for unit, numel in enumerate(self.numels)]
 
     @cached_property
@@ -382,7 +395,10 @@ class Shards:
 
 
 def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Collection[int]) -> list[int]:
-    """Return units whose states may move to the device later, `first` first: units whose parameters stay on it."""
+    """Return units whose states may move to the device later, in order; `first` come first.
+
+    The parameters of these units stay on the device.
+    """
     if not rules.states.fills:
         return []
     staying = [0 if spec.offloaded else numel for spec, numel in zip(specs, shards.below, strict=True)]
@@ -393,7 +409,7 @@ def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Col
 
 
 class Share(NamedTuple):
-    """Bytes that are always in use; the minimum and the useful maximum of units that are fetched and evicted."""
+    """Bytes that are always in use, and the minimum and useful maximum for units that are fetched and evicted."""
 
     always: int = 0
     least: int = 0
@@ -405,9 +421,10 @@ class ParamBytes:
     """The bytes of parameters in each memory.
 
     Attributes:
-        computed: tensors that are computed on, and SHARD copies beside them; in device memory, or in host memory if
-            they are one.
-        homes: shards that lie apart, in host memory: in transit, which takes at least `staging`, and at home.
+        computed: tensors that the model computes on, and SHARD copies; in device memory, or in host memory if the two
+            are one memory.
+        homes: shards in host memory that are apart from these tensors: in transit, which takes at least `staging`, and
+            at home.
     """
 
     computed: Share
@@ -419,7 +436,7 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     moving = sorted((spec for spec in specs if spec.offloaded), key=lambda spec: spec.nbytes, reverse=True)
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
     beside = sum(spec.shard_nbytes for spec in specs if spec.beside)
-    # These units are in memory twice, as a shard and unsharded. Beyond three of them, count only early gathers.
+    # These units are in memory twice, as a shard and unsharded. After the three largest, count only early gathers.
     twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.params.gathers)]
     most = sum(spec.nbytes for spec in moving) - sum(twice[3:])
     most += min(sum(twice[3:]), rules.params.ahead_numel * specs[0].dtype.itemsize)
@@ -431,8 +448,8 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     units = 1 if rules.states.home is Memory.DEVICE else _STAGING_UNITS
     staging = units * max(spec.shard_nbytes for spec in specs)
     homes = sum(spec.shard_nbytes for spec in moving if not spec.beside)
-    # Beside parameters that stay on a device, each update needs an image of its unit in host memory. With room for all
-    # images, no update waits for another one's upload.
+    # If parameters stay on a device, each update needs a copy of its unit in host memory. With memory for all copies,
+    # no update waits for the upload of another one.
     need_images = units > 1 and not (moving or rules.one_memory)
     images = sum(spec.shard_nbytes for spec in specs) if need_images else 0
     least = staging + (0 if rules.params.home is Memory.NVME else homes)
@@ -440,12 +457,12 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
 
 
 def room_advice(rules: Rules, params: ParamBytes, itemsize: int, moving_bytes: int, more_bytes: int) -> str:
-    """Return which setting gives units that are fetched and evicted more room.
+    """Return advice on how to give more memory to units that are fetched and evicted.
 
     Args:
-        itemsize: of a parameter.
-        moving_bytes: their memory.
-        more_bytes: how much more is needed.
+        itemsize: bytes of one element.
+        moving_bytes: the memory that these units have.
+        more_bytes: the bytes that are missing.
     """
     if rules.params.gathers and moving_bytes >= params.computed.most:
         return gather_more(rules.params.ahead_numel, itemsize, more_bytes)
@@ -453,8 +470,9 @@ def room_advice(rules: Rules, params: ParamBytes, itemsize: int, moving_bytes: i
 
 
 def _together_bytes(moving: Sequence[FlatSpec]) -> int:
-    """Return the most bytes that a use needs at once: units of a module and of those around it, and one more that is
-    fetched or updated.
+    """Return the most bytes that a use needs at once.
+
+    These are the units of a module and of the modules that contain it, and one more unit that is fetched or updated.
 
     Args:
         moving: units that are fetched and evicted, the largest first.
@@ -477,21 +495,20 @@ def collecting_bytes(
     travel: torch.dtype,
     hold: torch.dtype,
 ) -> int:
-    """Return the most bytes in which full gradients are collected and reduced, and leave a device; without torch's own
-    copies.
+    """Return the most bytes in which full gradients are collected and reduced, and in which they leave a device.
 
-    A model that leaves its modules in no fixed order may take more: gradients must be collected somewhere.
+    Torch's own copies are not included. A model whose backward pass leaves modules in no fixed order may take more.
 
     Args:
         numels: trainable elements of each unit.
-        shared: units that several modules use; they are collected until the pass ends.
+        shared: units that several modules use; their gradients are collected until the pass ends.
         collect, travel, hold: dtypes in which gradients are collected, reduced, and held until they are used.
     """
     if not rules.grads.reduces:
         return 0
     kept = [rules.grads.collects_all or unit in shared for unit in range(len(numels))]
     moving = sorted((numel for numel, stays in zip(numels, kept, strict=True) if not stays), reverse=True)
-    converts = collect is not travel  # otherwise a unit is sent from where it was collected, beside the next one
+    converts = collect is not travel  # otherwise a unit is sent from its own memory, while the next one is collected
     collected = sum(numels) - sum(moving) + sum(moving[: 1 if converts else 2])
     shard = max(numels) // rules.sharding.count if rules.sharding.count > 1 else 0
     shard *= 2 if rules.replicas > 1 else 1  # one is summed over its replicas while the next is scattered
@@ -501,8 +518,13 @@ def collecting_bytes(
 
 
 class GradShare(NamedTuple):
-    """Bytes of gradients: the minimum, the amount that lets the computation continue during an update, and the useful
-    maximum."""
+    """Bytes of gradients.
+
+    Attributes:
+        least: the minimum.
+        flowing: the amount with which the computation continues during an update.
+        most: the useful maximum.
+    """
 
     least: int = 0
     flowing: int = 0
@@ -510,7 +532,7 @@ class GradShare(NamedTuple):
 
 
 def _by_block(sizes: Sequence[int], blocks: Sequence[str]) -> list[int]:
-    """Return the bytes of whole blocks; without block names, each unit is one."""
+    """Return the bytes of whole blocks; without block names, each unit is a block."""
     if not blocks:
         return list(sizes)
     found: dict[str, int] = {}
@@ -522,11 +544,11 @@ def _by_block(sizes: Sequence[int], blocks: Sequence[str]) -> list[int]:
 def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: bool = False) -> GradShare:
     """Return the bytes of gradients in the memory that holds them.
 
-    Parts of a block count as one: backward may leave any of them open until it leaves the block.
+    The units of a block count as one: the gradients of any of them may be incomplete until backward leaves the block.
 
     Args:
         sizes: bytes of each unit's gradients.
-        there: that memory is the device's, from which none spill, and where no update waits for the drive.
+        there: whether the memory is the device's. Its gradients do not spill, and no update waits for the drive.
     """
     total = sum(sizes)
     largest_first = sorted(_by_block(sizes, shards.blocks), reverse=True)
@@ -547,8 +569,13 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: boo
 
 
 class DeviceShare(NamedTuple):
-    """Bytes on the device beside parameters: states, the minimum and maximum of gradients that stay with them, and sums
-    of gradients that leave or go to the replicas."""
+    """Bytes on the device in addition to parameters.
+
+    Attributes:
+        states: optimizer states on the device.
+        grads_least, grads_most: gradients that stay on the device for these states, the minimum and maximum.
+        sums: sums of gradients that are later downloaded or sent to the replicas.
+    """
 
     states: int = 0
     grads_least: int = 0
@@ -569,9 +596,9 @@ def _sum_sizes(rules: Rules, shards: Shards) -> Sequence[int]:
 
 
 def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: int) -> list[int]:
-    """Return the units whose states fit into so much device memory, taken in this order.
+    """Return the units whose states fit into `spare_bytes` of device memory, taken in this order.
 
-    Their gradients need room, too, as far as these are in memory at once, and so does an update.
+    The memory must also hold the gradients of these units that are there at once, and the scratch of an update.
     """
     states = [shards.states_bytes([unit]) for unit in range(len(shards.numels))]
     scratch = scratch_bytes(max((shards.numels[unit] for unit in order), default=0))
@@ -585,7 +612,7 @@ def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: in
 
 
 def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, int]:
-    """Return units whose replicas add up once a step, as far as their sums have room, with the bytes of each sum."""
+    """Return units whose sums the replicas exchange once a step, as far as there is memory, with the bytes of each."""
     taken: dict[int, int] = {}
     for unit, nbytes in enumerate(_sum_sizes(rules, shards) if rules.grads.sums_once else ()):
         if 0 < nbytes <= capacity_bytes:
@@ -595,7 +622,7 @@ def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, 
 
 
 def grads_there(rules: Rules, shards: Shards, came: Collection[int] = ()) -> GradShare:
-    """Return the bytes of gradients on the device, after the states of the units in `came` have come to it, too."""
+    """Return the bytes of gradients on the device, if the states of the units in `came` are also on it."""
     there = shards.there.union(came)
     sizes = [numel * shards.grad_dtype.itemsize if unit in there else 0 for unit, numel in enumerate(shards.numels)]
     return grad_share(rules, shards, sizes, there=True)
@@ -619,7 +646,7 @@ def host_needs(
         collecting_bytes: for full gradients in transit between ranks.
         initial_bytes: values on their way to the tiers at `initialize`.
         images_bytes: of an undo log for all tiles; 0 if updates need none.
-        embeddings: names of modules that are one table.
+        embeddings: names of embeddings, which cannot be cut.
     """
     params = param_bytes(rules, specs)
     computed = params.computed if rules.one_memory else Share()
@@ -662,13 +689,13 @@ def host_needs(
 
 @dataclass(frozen=True)
 class Placement:
-    """The home of every field of every unit: the memory in which it is while it is not in use.
+    """The home of every field of every unit: the memory in which it is while it is not used.
 
     Attributes:
-        params: by unit.
-        tiles: of optimizer states, by unit and tile.
-        grad_homes: which units have memory of their own for their gradients, and which share it.
-        stored_bytes: optimizer states and gradients on NVMe; each step reads and writes them.
+        params: homes of parameters, by unit.
+        tiles: homes of tiles of optimizer states, by unit and tile.
+        grad_homes: which units have memory of their own for their gradients, and which share memory.
+        stored_bytes: optimizer states and gradients on NVMe, which each step reads and writes.
     """
 
     params: tuple[Memory, ...]
@@ -681,7 +708,7 @@ class Placement:
 
 
 def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: MemorySplit) -> Placement:
-    """Fill the table for this division of host memory."""
+    """Return the placement for this division of host memory."""
     if rules.stay_by_units:
         grads, stay = place_units(shards, split)
     else:
@@ -711,7 +738,7 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
 
 
 def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> Iterator[Memory]:
-    """Put evictable units into host memory as far as it reaches, in the order of the model."""
+    """Yield the home of each unit. Units that can be evicted get host memory until it is full, in the model's order."""
     for spec in specs:
         if not spec.offloaded:
             yield Memory.DEVICE
@@ -740,7 +767,7 @@ def _sizes_of_tiles(shard_numels: Sequence[int], tile_numel: int, tile_bytes: Ca
 
 
 def stay_in_memory(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
-    """Return which of these stay in so much memory, evenly spread among the others to even out the drive's load."""
+    """Return which items stay in `resident_bytes` of memory, spread evenly so that the drive's load is even."""
     share = min(1.0, resident_bytes / max(1, sum(sizes)))
     seen_bytes = held_bytes = 0
     stay = []
@@ -754,11 +781,11 @@ def stay_in_memory(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
 def resident_tiles(
     shard_numels: Sequence[int], tile_numel: int, tile_bytes: Callable[[int], int], resident_bytes: int
 ) -> list[bool]:
-    """Return which tiles of optimizer states stay in so much host memory.
+    """Return which tiles of optimizer states stay in `resident_bytes` of host memory.
 
-    Every step uses each tile once, and for a cyclic scan no replacement policy hits more than a fixed choice. Tiles of
-    the first unit come first: its gradients are the last of a backward pass, and the next forward begins with it, so
-    nothing would hide its traffic.
+    Every step uses each tile once. For such a cyclic scan, no replacement policy has more hits than a fixed choice.
+    Tiles of the first unit come first: its gradients are the last of a backward pass, and the next forward begins with
+    it, so that its traffic would not overlap with computation.
     """
     sizes = _sizes_of_tiles(shard_numels, tile_numel, tile_bytes)
     first = -(-next((numel for numel in shard_numels if numel), 0) // tile_numel)
@@ -767,8 +794,10 @@ def resident_tiles(
 
 
 def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[bool]]:
-    """Choose units whose states stay in memory, together with their gradients. Their updates wait for the norm, because
-    the old values have no second copy. The gradients of all other units pass through slots.
+    """Choose units whose states stay in memory, together with their gradients.
+
+    Their updates wait for the norm, because the old values have no second copy. The gradients of all other units pass
+    through slots.
 
     Returns:
         The homes of gradients, and whether each tile below the device stays.
@@ -811,8 +840,8 @@ def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[boo
 def _with_most_slots(sizes: Sequence[int], standing: Collection[int], capacity_bytes: int) -> GradHomes:
     """Return the homes of gradients that need no memory after their speculative update.
 
-    A slot is as large as the largest unit that shares it. So a few large units get memory of their own if this makes
-    more slots.
+    A slot is as large as the largest unit that uses it. So the largest units get memory of their own if this leaves
+    memory for more slots.
     """
     if sum(sizes) <= capacity_bytes:
         return GradHomes(tuple(range(len(sizes))))
@@ -820,7 +849,7 @@ def _with_most_slots(sizes: Sequence[int], standing: Collection[int], capacity_b
     by_size = sorted(others, key=sizes.__getitem__, reverse=True)
 
     def slots_beside(alone: int) -> int:
-        """Return the number of slots if so many of the largest units have memory of their own."""
+        """Return the number of slots if the `alone` largest units have memory of their own."""
         spare = capacity_bytes - sum(sizes[unit] for unit in (*standing, *by_size[:alone]))
         return min(_RECOVERED_SLOTS, spare // sizes[by_size[alone]])
 
@@ -837,19 +866,19 @@ def place_gradients(
     spills: bool,
     blocks: Sequence[str] = (),
 ) -> GradHomes:
-    """Divide units with gradients of these sizes among the homes.
+    """Choose the homes of gradients with these sizes.
 
     Args:
-        standing: units whose gradients stay open while those of other units come and are used.
-        spills: all gradients are held, on NVMe if they do not fit.
-        blocks: the block that contains each unit: all of its units may be open at once.
+        standing: see `Shards`.
+        spills: whether all gradients are held until the end of backward, on NVMe if they do not fit.
+        blocks: the block that contains each unit. The gradients of all units of a block may be incomplete at once.
     """
     if sum(sizes) <= capacity_bytes:
         return GradHomes(tuple(range(len(sizes))))
     others = [unit for unit in range(len(sizes)) if unit not in standing and sizes[unit]]
     spare = capacity_bytes - sum(sizes[unit] for unit in standing)
-    # The largest of the other units would rarely find a contiguous piece of its size. So it gets memory of its own if
-    # there is room for two more units.
+    # The largest of the other units would rarely find one free piece of its size. So it gets memory of its own if
+    # there is memory for two more units.
     if not spills:
         by_size = sorted(others, key=sizes.__getitem__, reverse=True)
         rest = [0 if unit in (*standing, *by_size[:1]) else size for unit, size in enumerate(sizes)]

@@ -1,13 +1,13 @@
 """Turn a trace, unit sizes and a budget into a fixed plan of prefetches and evictions.
 
-The trace is cyclic: training repeats it. Two passes make the plan, both pure:
+The trace is cyclic: training repeats it. Two pure passes make the plan:
 
-1. *What to replace.* During each use the next unit must be fetched, and the unit needed farthest ahead is evicted for
-   it (Belady's MIN, except the unit in use and the next one). Deciding as late as possible keeps the bytes moved at the
-   minimum for a policy that looks one unit ahead. If units are gathered earlier (see infinity/zero/gathering.py),
-   further units within so many bytes must be fetched, too.
-2. *When to start.* Each fetch then moves forward in time to the last use of its victims. The order of operations, and
-   so the content of memory after each, stays the same; the disk only starts earlier.
+1. *What to replace.* During each use, the next unit must be fetched. The unit that is needed farthest ahead is evicted
+   for it (Belady's MIN; the unit in use and the next one are not candidates). Each decision is made as late as
+   possible, so that a policy that looks one unit ahead moves the fewest bytes. If units are gathered earlier (see
+   infinity/zero/gathering.py), further units, up to a number of bytes, must be fetched, too.
+2. *When to start.* Each fetch is then moved to an earlier time: right after the last use of its victims. The order of
+   operations, and so the content of memory after each of them, stays the same; the disk only starts earlier.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PlanStep:
 
     Attributes:
         unit: the unit that is used.
-        before: units to evict, in order, before `unit` is fetched on the spot; None if it is in memory already.
+        before: units to evict, in order, before `unit` is fetched for this use; None if a fetch was started earlier.
         actions: ("evict" | "prefetch", unit), to be started in this order during the use.
     """
 
@@ -45,7 +45,8 @@ class Plan:
         steps: one entry a use, in the trace's order.
         resident: units that are in memory, or being fetched, before the first use of the cycle.
         evicted: units that are evicted during the cycle; their changes must reach their home.
-        most_bytes: peak of units in memory or being fetched; below the capacity, because units do not fit exactly.
+        most_bytes: peak of bytes in memory or being fetched. Usually less than the capacity, which units do not fill
+            exactly.
     """
 
     steps: tuple[PlanStep, ...]
@@ -56,15 +57,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Ahead:
-    """How far ahead of their use units are brought: the next one if both fit, and more as far as bytes allow.
+    """How far ahead of their use units are fetched: the next one if it fits, and more within a number of bytes.
 
-    One rule for the plan that fetches and for what gathers, so that they hold the same units.
+    The plan and the gathers use this rule, so that they hold the same units.
 
     Attributes:
-        capacity_bytes: memory for units that come and go.
-        bytes: of units ahead, where these are more than the next one.
-        largest_bytes: of a unit that comes and goes. Units beyond the next one leave room for one more, which is
-            fetched meanwhile: else nothing would be read while a unit is computed on.
+        capacity_bytes: memory for units that are fetched and evicted.
+        bytes: limit for units ahead of their use, if these are more than the next one.
+        largest_bytes: size of the largest unit that is fetched and evicted. Units beyond the next one leave memory for
+            one more unit. Otherwise nothing could be read while a unit is computed on.
     """
 
     capacity_bytes: int
@@ -72,7 +73,7 @@ class Ahead:
     largest_bytes: int
 
     def may_be(self, steps: int, nbytes: int, in_use_bytes: int, ahead_bytes: int) -> bool:
-        """A unit that is used so many uses from now may be ahead, beside what is in use and what is ahead already."""
+        """Whether a unit may be fetched `steps` uses ahead, in addition to the unit in use and the units ahead."""
         held_bytes = in_use_bytes + ahead_bytes + nbytes
         if steps == 1:
             return held_bytes <= self.capacity_bytes
@@ -83,8 +84,8 @@ class Ahead:
 class _Fetch:
     """One decision of the first pass: `unit` must be in memory at time `needed`, in the place of `victims`.
 
-    `start` is the first time at which the victims are no longer needed. `on_the_spot` means that the fetch cannot start
-    before the use that needs it.
+    `start` is the first time at which the victims are no longer needed. `on_the_spot` means that the unit is fetched at
+    the use that needs it, and not ahead.
     """
 
     unit: int
@@ -104,14 +105,14 @@ class _Replacement:
         self._capacity_bytes = self._free_bytes = self._least_free_bytes = capacity_bytes
         self._last_use: dict[int, int] = {}
         self._last_start = 0  # fetches must stay in order
-        # Residents with their next uses, farthest ahead first. A later use adds an entry; the outdated one, in the
-        # past, stays at the bottom.
+        # Residents with their next uses, farthest ahead first. Each use of a unit adds an entry. The entries before it
+        # have times in the past, so they stay at the bottom of the heap.
         self._by_need: list[tuple[int, int]] = []
         self.resident: set[int] = set()
         self.fetches: list[_Fetch] = []
 
     def use(self, time: int) -> None:
-        """Pass time `time`: fetch its unit if it is not in memory, and the next ones as far as all fit."""
+        """Handle the use at time `time`: fetch its unit if it is not in memory, then the next units that fit."""
         unit = self._next_use.at(time)
         if unit not in self.resident:
             self._fetch(unit, time, time, keep={unit})
@@ -153,8 +154,7 @@ class _Replacement:
         self.fetches.append(_Fetch(unit, tuple(victims), start, needed, on_the_spot))
 
     def _victims(self, unit: int, keep: set[int]) -> list[int]:
-        """Choose the victims: needed farthest ahead, except small ones that a larger victim after them makes
-        unnecessary."""
+        """Choose the units that are needed farthest ahead. Keep small ones that a larger victim makes unnecessary."""
         missing_bytes = self._sizes[unit] - self._free_bytes
         taken, spared = [], []
         while missing_bytes > 0:
@@ -184,7 +184,7 @@ def make_plan(uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ah
         uses: unit indices in order of use.
         sizes: bytes of each unit, by index.
         capacity_bytes: room for resident units; must hold the largest used unit.
-        ahead_bytes: of units that must be in memory before their use, beyond the next one.
+        ahead_bytes: bytes of units that must be in memory before their use, beyond the next one.
 
     Raises:
         ValueError: `capacity_bytes` does not hold the largest used unit.

@@ -7,8 +7,8 @@ after the last action, and waiting is an action, too. The scheduler sees no tens
 and equal rows give equal actions: in training, in `infinity plan` and in tests.
 
 [Note: what is evicted]
-The plan expects a step like the last one. For each use of a unit it lists the units to evict and to prefetch. These
-actions run in order. An action that must wait, for memory or until a unit is unpinned, delays all later ones, and is
+The plan expects a step like the last one. For each use of a unit, it lists the units to evict and to prefetch. These
+actions run in order. An action that must wait, for memory or until a unit is unpinned, delays all later ones. It is
 tried again when memory may be free. A unit that the plan does not foresee is fetched when it is needed, and the least
 recently used unit is evicted for it.
 
@@ -54,16 +54,16 @@ class Scheduler:
         cycle: the recorded uses and the plan.
         budget: the ledger of memory for units that are evicted and fetched; the executor updates it.
         advice: takes a number of bytes, and returns a sentence that names the setting to raise by it.
-        gradient_slots: how many units that may spill have memory for gradients at once.
-        in_slots: units whose gradients have such memory, the longest first; the executor updates it.
-        writes_all: write each update to NVMe.
-        writes_unreconstructable: write each update whose old parameters cannot be computed from the optimizer states,
-            and which could not be rolled back otherwise.
+        gradient_slots: number of slots, the memory that gradients of units that may spill share.
+        in_slots: units whose gradients are in a slot, the longest first; the executor updates it.
+        writes_all: whether to write each update to NVMe.
+        writes_unreconstructable: whether to write each update whose old parameters cannot be reconstructed from the
+            optimizer states, because a rollback then needs the old version on NVMe.
 
     Attributes:
         in_memory: evictable units whose parameters are in memory, the least recently used first.
         planned: actions of the plan that are due but not possible yet, in order.
-        blocked: units in memory whose updates had no room, the longest first.
+        blocked: units in memory whose updates had no room for their gradients, the longest first.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Scheduler:
 
     def _use(self, event: actions.UseBegins) -> Actions:
         row = event.unit
-        step = self.cycle.use(row.index)  # of the plan
+        step = self.cycle.use(row.index)  # the plan's step
         if step is None:
             if not self.cycle.follows_plan:
                 self.planned.clear()
@@ -164,7 +164,7 @@ class Scheduler:
         self._arrived(row)
 
     def _bring_old(self, row: UnitState) -> Actions:
-        """As `_bring`, without an update that may be due."""
+        """Bring the unit's parameters into memory, without its update if one is due."""
         yield from self._fetch_now(row)
         yield actions.AwaitFetch(row)
         self._arrived(row)
@@ -201,13 +201,13 @@ class Scheduler:
     def _evict(self, row: UnitState) -> Actions:
         yield actions.Evict(row)
         self.in_memory.pop(row, None)
-        self._fetching.pop(row, None)  # if its update waited for the fetch, and no use followed
+        self._fetching.pop(row, None)  # its update may have waited for the fetch, with no use after that
 
     def _make_room(self, row: UnitState) -> Actions:
         """Take one step towards room for a unit that is needed now.
 
-        In this order: evict the least recently used unpinned unit; or wait for one update; or finish one prefetch whose
-        use did not come, so that a later call can evict the unit.
+        The first of these that is possible: evict the least recently used unpinned unit; wait for one update; finish
+        one prefetch of a unit that was not used, so that a later call can evict the unit.
 
         Raises:
             CapacityError: all of the memory belongs to units that are in use together.
@@ -219,7 +219,7 @@ class Scheduler:
         if any(other.ticket is not None for other in self.rows):
             yield actions.AwaitAnyUpdate()
             return
-        for other in self._fetching:  # prefetched for a use that did not come
+        for other in self._fetching:  # prefetched, and not used
             if not other.is_pinned:
                 if other.due is not None:
                     yield from self._update_now(other)
@@ -252,7 +252,7 @@ class Scheduler:
             if row.begun is not None:  # the speculative part of the same update is still in the pipeline
                 self.blocked[row] = None
                 return
-            yield actions.AwaitUpdate(row)  # the last step's: computed, but not all written yet
+            yield actions.AwaitUpdate(row)  # the update of the last step: computed, but not completely written yet
         if row.gradients_have_room:
             yield actions.Submit(row, *self._write_and_next_use(row))
             self.blocked.pop(row, None)
@@ -277,7 +277,7 @@ class Scheduler:
             yield actions.SubmitAhead(row, *self._write_and_next_use(row))
 
     def _retry_updates(self) -> Actions:
-        """Submit blocked updates, the longest first. Stop at the first without room: the others need the same."""
+        """Submit blocked updates, the longest first. Stop at the first without room: the others need the same room."""
         for row in list(self.blocked):
             if row.due is None or row.residency is _STORED:
                 del self.blocked[row]
@@ -299,8 +299,10 @@ class Scheduler:
     # Gradients #
 
     def _free_gradients(self, row: UnitState) -> Generator[Action, None, bool]:
-        """Free memory for the unit's gradients, by a spill or by waiting for an update. Return False if there is none
-        to free."""
+        """Free memory for the unit's gradients, by a spill or by waiting for an update.
+
+        Return False if none can be freed.
+        """
         if row.is_updated_on_device:
             return False
         if row.spills and not row.gradients_are_used:
@@ -319,7 +321,7 @@ class Scheduler:
         return False
 
     def _spill_ahead(self, _event: actions.GradientsRest) -> Actions:
-        """Start spills so that the next units find a slot that is free, or will be soon."""
+        """Start spills, so that slots for the next units are free or will be soon."""
         leaving = sum(self.rows[unit].gradients is State.LEAVING for unit in self._in_slots)
         free = self._gradient_slots - len(self._in_slots)
         for _ in range(spilled_ahead(self._gradient_slots) - free - leaving):

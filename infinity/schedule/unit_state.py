@@ -1,4 +1,4 @@
-"""One row a unit: the state that decisions about it depend on."""
+"""The row of a unit: the state on which decisions about it depend."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from infinity.tiers.copies import State
 
 
 class UnitState(ABC):
-    """A row. The states of parameters and gradients are read from their owners, so that they exist once.
+    """A row. The states of parameters and gradients are read from their owners, so that each state is stored once.
 
     Args:
-        nbytes: of the parameters in memory.
-        offloaded: the parameters are fetched and evicted; if False, they stay in memory.
-        spills: the gradients may be written to NVMe, and share memory with other units' gradients.
+        nbytes: bytes of the parameters in memory.
+        offloaded: whether the parameters are fetched and evicted; if False, they stay in memory.
+        spills: whether the gradients may be written to NVMe. They then share memory with other units' gradients.
 
     Attributes:
         due: this step's update, not submitted yet.
-        begun: the part of it that a speculative update has done already.
+        begun: the part of `due` that a speculative update has already done.
         ticket: the update in the optimizer's queue, or being written home.
-        ahead: a speculative update. Each of these four is None if there is none, and the scheduler only
-            compares it with None.
-        is_reconstructable: the optimizer states can reconstruct the old parameters, if the next update is like the
-            last one.
+        ahead: a speculative update. Each of these four attributes is None if there is none. The scheduler only
+            compares them with None.
+        is_reconstructable: whether the old parameters can be reconstructed from the optimizer states, if the next
+            update is like the last one.
     """
 
     __slots__ = (
@@ -93,5 +93,5 @@ class UnitState(ABC):
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update is due, submitted or speculative: the copy in memory is not the newest value."""
+        """Whether an update is due, submitted or speculative. The parameters in memory are then not the newest."""
         return self.due is not None or self.ticket is not None or self.ahead is not None

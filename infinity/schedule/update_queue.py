@@ -1,8 +1,11 @@
 """The order in which the optimizer's worker computes updates and prefetches optimizer states.
 
-First come updates that a thread waits for; then, during backward, updates that have begun, because they release the
-memory of their gradients; then updates of the units that the next forward pass uses first. So the updates still queued
-after backward are of units used last, and run during the forward pass.
+1. Updates that a thread waits for.
+2. During backward, updates that have begun, because their end frees the memory of their gradients.
+3. Updates of the units that the next forward pass uses first.
+
+So the updates that remain in the queue after backward belong to the units that are used last. They run during the next
+forward pass.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Update(Protocol):
-    """The properties of an update that decide about its turn.
+    """The properties of an update that determine its position in the queue.
 
     Attributes:
-        awaited: a thread waits for this update.
-        begun: a tile has been updated.
+        awaited: whether a thread waits for this update.
+        begun: whether a tile has been updated.
     """
 
     awaited: bool
@@ -36,12 +39,12 @@ UpdateT = TypeVar("UpdateT", bound=Update)
 
 
 class UpdateQueue(Generic[UpdateT]):
-    """Submitted updates in the order of their turns, and units whose updates are expected next.
+    """Submitted updates in the order of computation, and units whose updates are expected next.
 
-    One thread at a time changes it; another may iterate over it meanwhile.
+    One thread at a time changes the queue. Another thread may iterate over it at the same time.
 
     Attributes:
-        updates: in the order of computation; equals in the order of submission.
+        updates: in the order of computation; updates of equal rank in the order of submission.
         expected: units, in order.
     """
 
@@ -65,7 +68,7 @@ class UpdateQueue(Generic[UpdateT]):
         self.updates.remove(update)
 
     def hurry(self, update: UpdateT) -> None:
-        """Note that a thread waits for this update now."""
+        """Record that a thread now waits for this update."""
         update.awaited = True
         self._sort()
 
@@ -75,19 +78,19 @@ class UpdateQueue(Generic[UpdateT]):
         insort(self.updates, update, key=self._rank)
 
     def prefer(self, *, begun: bool) -> None:
-        """Set whether updates that have begun go before others, to release the memory of their gradients.
+        """Set whether updates that have begun go before others, to free the memory of their gradients.
 
-        Once all gradients have come, only the order of the next forward pass counts.
+        When all gradients are complete, only the order of the next forward pass counts.
         """
         if begun is not self._prefers_begun:
             self._prefers_begun = begun
             self._sort()
 
     def next(self, distance: Callable[[UpdateT], int]) -> UpdateT | None:
-        """Return the update to continue with: the nearest to being computed; among equals, the first in its turn.
+        """Return the update to continue with: the one with the least `distance`; among equals, the first in the queue.
 
         Args:
-            distance: the delay of an update's next tile: 0 for none, higher for longer delays.
+            distance: returns how long the next tile of an update must be waited for: 0 if it is ready, else more.
         """
         nearest: tuple[int, UpdateT] | None = None
         for update in self.updates:
@@ -99,7 +102,7 @@ class UpdateQueue(Generic[UpdateT]):
         return None if nearest is None else nearest[1]
 
     def upcoming(self) -> Iterator[tuple[int, UpdateT | None]]:
-        """Yield the units whose tiles are needed next, in about this order, with their updates if submitted."""
+        """Yield the units whose tiles are needed next, approximately in order, each with its update if submitted."""
         queued = set()
         for update in self.updates:
             queued.add(update.unit)

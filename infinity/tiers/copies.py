@@ -355,7 +355,7 @@ class Field:
         """Drop a copy. Return whether its memory is free now; if not, it is LEAVING until `gone` returns True."""
         copy = self.copies[memory]
         if not self.can_drop(memory):
-            raise RuntimeError(f"{self.name} is in use, or has no other copy, and stays in {memory.name}: {_told(copy)}")
+            raise RuntimeError(f"{self.name} is in use or has no other copy, and stays in {memory.name}: {_told(copy)}")
         copy.state = _LEAVING
         return self.gone(memory)
 

@@ -109,8 +109,8 @@ def test_a_large_linear_layer_is_told_to_be_tiled() -> None:
 def test_a_layer_that_would_fit_alone_is_told_what_else_must_fit() -> None:
     words = least(nn.Sequential(nn.Linear(64, 10_000), nn.Linear(10_000, 4)), "4MiB")
     assert "Unit `0` alone takes 2.4" in words
-    assert "of that, beside the one that comes while it is computed on: where it is a block, " in words
-    assert "tiering.max_unit_size cuts it into units of its modules (auto does where that is enough; 6" in words
+    assert "of that, in addition to the next unit, which is fetched at the same time: if it is a block, " in words
+    assert "tiering.max_unit_size cuts it into units of its modules (auto does so if that is enough; 6" in words
     assert "infinity.zero.TiledLinear" in words
 
 

@@ -101,7 +101,7 @@ def test_on_the_cpu_it_changes_nothing() -> None:
             {"zero": {"offload_optimizer": {"device": "none", "ratio": 0.5}}},
             "its device is none, which offloads nothing",
         ),
-        ({"state_format": "int8"}, "is rounded as only the kernels of the host"),
+        ({"state_format": "int8"}, "rounds moments, as only the kernels of the host"),
         ({"crash_consistent": True}, "ratio below 1 or tiering.fill_device, states are updated on the device"),
     ],
 )

@@ -49,7 +49,7 @@ TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a rounded format on the device": (
         {**BF16, "tiering.state_format": "int8", "offload_optimizer.ratio": 0.5},
-        "is rounded as only the kernels of the host do it",
+        "rounds moments, as only the kernels of the host do it",
         "",
     ),
     "filled, and ahead": (

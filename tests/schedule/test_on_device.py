@@ -56,7 +56,7 @@ def test_the_share_is_what_the_ratio_leaves() -> None:
 
     assert share() == share(stage=3) == 0.75
     assert share(ratio="auto") == share(ratio=1) == share(discrete=False) == 0
-    with pytest.raises(ConfigError, match="is rounded as only the kernels"):
+    with pytest.raises(ConfigError, match="rounds moments, as only the kernels"):
         share(exact=False)
     for wrong in (-0.1, 1.5):
         with pytest.raises(ConfigError, match="ratio"):
@@ -94,7 +94,7 @@ def test_what_stays_for_its_states_to_come_is_all_of_the_first_or_none(sizes, fr
         ({}, {"discrete": False}, "computes on the CPU"),
         ({"offload": {"device": "none"}}, {}, "offload_optimizer.device is none"),
         ({"offload": {"device": "cpu", "ratio": 1.0}}, {}, "ratio 1 says how much stays"),
-        ({"state_format": "int8"}, {"exact": False}, "state_format int8 is rounded"),
+        ({"state_format": "int8"}, {"exact": False}, "state_format int8 rounds moments"),
         (
             {"offload": {"device": "nvme"}, "nvme": [{"path": "/drive"}], "crash_consistent": True},
             {},
