@@ -110,11 +110,11 @@ class AdamW(torch.optim.Optimizer):
     def overlap(self, model: nn.Module) -> list[RemovableHandle]:
         """Start each update inside backward, as soon as its gradient is final; `step()` waits for the updates.
 
-        For loops that call backward once per step and do not clip or scale gradients: an update uses the gradient as it
-        is when the update starts.
+        Use this only in loops that call backward once per step and do not clip or scale gradients, because an update
+        uses the gradient as it is when the update starts.
 
         Returns:
-            Handles whose `remove()` ends this.
+            Handles; `remove()` of each ends this for one parameter.
         """
         groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
 
@@ -151,7 +151,7 @@ class AdamW(torch.optim.Optimizer):
         packed["state"] = {}
         for index, parameter in enumerate(ordered):
             if parameter not in self._steps:
-                continue  # never updated, as in torch
+                continue  # never updated; torch also leaves it out
             home, unit = self._placed[parameter]
             values = {name: flat.view(parameter.shape) for name, flat in home.read(unit, parameter).items()}
             step = torch.tensor(float(self._steps[parameter]), dtype=torch.float32, device="cpu")

@@ -1,8 +1,8 @@
 """Measurements of the optimizer kernels, their peers and the memory bandwidth, for `infinity bench-adam`.
 
-All contenders take turns, one step each per round, so that other load of the machine affects all of them equally. The
-roofline is `bare_loop`: the reads and writes of fp32 Adam with almost no arithmetic. The triad of McCalpin's STREAM,
-a = b + s * c, shows the bandwidth of a program that only streams: it reads two arrays and writes one.
+All contenders take turns, one step each per round, so that other programs on the machine affect all of them equally.
+The roofline is `bare_loop`: the reads and writes of fp32 Adam with almost no arithmetic. The triad of McCalpin's
+STREAM, a = b + s * c, shows the bandwidth of a program that only streams: it reads two arrays and writes one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Step = Callable[[], float]  # does one step and returns its seconds
 
 @dataclass(frozen=True)
 class Peer:
-    """An fp32 optimizer that is measured elsewhere.
+    """An fp32 optimizer of another library.
 
     Attributes:
-        start: its step, for (parameters, threads), until the context is left.
+        start: returns a context of its step, for (parameters, threads). The step is valid inside of the context.
     """
 
     name: str
@@ -46,9 +46,9 @@ class AdamBenchJob:
     """Settings of a measurement.
 
     Attributes:
-        formats: state formats; each with gradients of its parameter's dtype.
+        formats: state formats. Gradients have the dtype of the format's parameter.
         peers: "torch fused" and "torch foreach", or one of them, or none.
-        other: takes part beside those.
+        other: a further contender; None for none.
     """
 
     numel: int
@@ -65,7 +65,7 @@ class AdamBenchResult:
 
     Attributes:
         bytes_per_param: memory traffic of a step: each byte that must be read or written, counted once.
-        seconds: of each measured round, in order.
+        seconds: duration of each measured round, in order.
     """
 
     name: str

@@ -42,7 +42,7 @@ from infinity.tiers.states import Tile
 
 SHARD_ALIGN = 2048  # elements: 4096 bytes of 16-bit values
 
-# format: dtype of the parameter, field that completes it, dtype of the moments
+# format: dtype of the parameter, field that completes it to the float32 master, dtype of the moments
 _FORMATS: dict[str, tuple[torch.dtype, StateField | None, torch.dtype]] = {
     "fp32": (torch.float32, None, torch.float32),
     "split": (torch.bfloat16, StateField("low_bits", torch.int16), torch.float32),
@@ -195,7 +195,7 @@ def update(
     Args:
         param, grad: 1-D and of one length; states: the fields for the same elements.
         dither: random bits for stochastic rounding; not needed by formats with exact moments.
-        aside: tensors that receive the old parameters and the new fields of the same elements; None to change in place.
+        aside: tensors for the old parameters and for the new fields of the same elements; None to change all in place.
         recoverably: report the elements whose gradients `recover` cannot reconstruct; requires `can_recover`.
         params: also report the elements whose parameters it cannot reconstruct; requires `can_recover_param`.
 
@@ -236,12 +236,12 @@ def recover(
     grad: torch.Tensor | None,
     param: torch.Tensor | None,
 ) -> None:
-    """Reconstruct values from before an update by `rule`, except the elements that `update` has reported.
+    """Reconstruct the values before an update by `rule`, except of the elements that `update` has reported.
 
     Args:
-        before, after: the fields, for the same elements.
-        grad: filled with the gradients, if given.
-        param: the parameters after the update, replaced by the old ones, if given.
+        before, after: the fields of the same elements, before and after the update.
+        grad: if given, filled with the gradients.
+        param: if given, the parameters after the update, which are replaced by the old ones.
     """
     assert layout.first is not None
     if grad is not None:

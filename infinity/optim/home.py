@@ -26,7 +26,7 @@ from infinity.tiers.swap import open_swap
 
 
 class StatesHome:
-    """States of parameters of one dtype, in host memory or in a swap file; a parameter is a unit.
+    """States of parameters of one dtype, in host memory or in a swap file. Each parameter is a unit.
 
     Args:
         nvme_path: directory of the swap file; None for host memory.
@@ -106,7 +106,7 @@ class StatesHome:
         return whole
 
     def write(self, unit: int, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """Store moments and master; missing moments are zero, a missing master is the parameter."""
+        """Store moments and master. Missing moments become zero; a missing master becomes the parameter's value."""
         flat = _flat(parameter.detach())
         sources = {name: _flat(value.detach()).float() for name, value in values.items()}
         master = sources.get("master") if self.layout.master else None
@@ -132,6 +132,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _store(flat: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Copy what `_flat` has returned back to the parameter, unless it is the parameter's own memory."""
+    """Copy the result of `_flat` back to the parameter, unless it is the parameter's own memory."""
     if flat.data_ptr() != parameter.data_ptr():
         parameter.detach().copy_(flat.view(parameter.shape))

@@ -1,4 +1,4 @@
-"""The optimizers by name: their hyper-parameters, the places to find these, and their update rules."""
+"""The supported optimizers: their hyper-parameters, where these are read from, and their update rules."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class OptimizerKind:
     """The properties of one optimizer.
 
     Attributes:
-        layout: its name among the state layouts (formats.py).
+        layout: the optimizer's name in formats.py.
         defaults: every hyper-parameter of a group, with torch's names and values.
-        rule: makes the rule of an update from (values of a group, step, gradient scale).
+        rule: returns the rule of an update for (values of a group, step, gradient scale).
         torch_classes: torch's classes of this optimizer.
         unsupported: options of these classes that must be off.
     """
@@ -51,7 +51,7 @@ def _adam(values: Values, step: int, grad_scale: float) -> Rule:
 
 
 def adagrad_rule(values: Values, step: int, grad_scale: float) -> Rule:
-    """Adagrad's numbers of an update."""
+    """Return Adagrad's rule of an update."""
     numbers = {name: float(values[name]) for name in ("lr", "lr_decay", "eps", "weight_decay")}
     return AdagradHyper(**numbers, step=step, grad_scale=grad_scale)
 
@@ -81,9 +81,9 @@ SGD = OptimizerKind(
 )
 KINDS = (ADAM, ADAGRAD, LION, SGD)
 
-# Types of the configuration's optimizer section.
+# By `optimizer.type` of the configuration, in lower case.
 _BY_TYPE = {"adam": ADAM, "adamw": ADAM, "adagrad": ADAGRAD, "lion": LION, "sgd": SGD}
-# Options of torch's groups that only select an implementation, or that are checked elsewhere.
+# Options of torch's groups that only select an implementation, or that `kind_of` has checked.
 _FOR_TORCH_ALONE = (
     "amsgrad",
     "capturable",
@@ -100,7 +100,7 @@ _WITHOUT_EFFECT = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimi
 
 
 def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dict[str, Any]]:
-    """Return the optimizer of a configuration's section, and the hyper-parameters that the section gives.
+    """Return the optimizer of the configuration's section `optimizer`, and the hyper-parameters in the section.
 
     `Adam` uses AdamW's weight decay unless `adam_w_mode` is false.
 
@@ -129,14 +129,15 @@ def kind_from_config(type_name: str, params: Values) -> tuple[OptimizerKind, dic
 
 
 def named_optimizer(config: Config) -> tuple[OptimizerKind, dict[str, Any]]:
-    """Return the optimizer, AdamW if none is named, and the hyper-parameters that are given; raises like
-    `kind_from_config`.
+    """Return the optimizer, AdamW if none is named, and the hyper-parameters in the configuration.
+
+    Raises like `kind_from_config`.
     """
     return (ADAM, {}) if config.optimizer is None else kind_from_config(config.optimizer.type, config.optimizer.params)
 
 
 def _checked(key: str, value: Any) -> Any:
-    """Return a hyper-parameter of the configuration if it is in the range of torch's optimizers; else refuse it."""
+    """Return a hyper-parameter of the configuration. Raise ConfigError if torch's optimizers would refuse its value."""
     path = f"optimizer.params.{key}"
     if key == "nesterov":
         return switch(path, value)
@@ -148,12 +149,12 @@ def _checked(key: str, value: Any) -> Any:
 
 
 def kind_of(optimizer: torch.optim.Optimizer, *, also_adam: bool = False) -> tuple[OptimizerKind, list[dict[str, Any]]]:
-    """Return the kind of a user's torch optimizer, and its parameter groups with our names.
+    """Return the kind of a user's torch optimizer, and its parameter groups with the names of `OptimizerKind`.
 
-    Other keys of the groups are kept: schedulers store their bounds in them.
+    Other keys of the groups are kept, because schedulers store their bounds in them.
 
     Args:
-        also_adam: it is one of `infinity.optim`.
+        also_adam: whether the optimizer is one of `infinity.optim`.
 
     Raises:
         ConfigError: the optimizer, or an option that it uses, is not supported.

@@ -1,10 +1,10 @@
 """The loss scale of fp16 training, which prevents underflow of small gradients and overflow of large ones.
 
 [Note: dynamic scale]
-Micikevicius et al., arXiv 1710.03740, section 3.2. A step with gradients that are not finite is skipped, and the scale
-is halved. After `window` consecutive finite steps, the next finite step doubles it. `hysteresis` - 1 overflows are
-skipped before the scale falls. The count starts again when the scale rises (with `consecutive_hysteresis`: at every
-finite step).
+See Micikevicius et al., arXiv 1710.03740, section 3.2. A step with gradients that are not finite is skipped, and the
+scale is halved. After `window` consecutive finite steps, the next finite step doubles the scale. The first
+`hysteresis` - 1 overflows only skip their step and do not halve the scale. Their count starts again when the scale
+rises (with `consecutive_hysteresis`: at every finite step).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class LossScale:
     """A factor on the loss, static or dynamic; see [Note: dynamic scale]. Training scripts read these names.
 
     Attributes:
-        value: the factor now.
+        value: the current factor.
         scale_window: number of consecutive finite steps after which the next one doubles the scale.
-        delayed_shift: number of overflows at which the scale falls; the overflows before are only skipped.
+        delayed_shift: number of overflows after which the scale falls; earlier overflows only skip their step.
         min_scale: lower bound of a dynamic scale.
-        overflow: the gradients of the last step were not finite, and the step was skipped.
+        overflow: whether the last step was skipped, because its gradients were not finite.
         needed: whether losses must be scaled, as in fp16 training.
         cur_iter: number of steps, including skipped ones, if the scale is dynamic.
         last_overflow_iter: the last skipped step, counted from 0; -1 for none.
-        scale_factor: factor of a rise or fall.
+        scale_factor: factor by which the scale rises or falls.
     """
 
     value: float
@@ -64,7 +64,7 @@ class LossScale:
 
     @property
     def loss_scale(self) -> float:
-        """The factor now."""
+        """The current factor."""
         return self.value
 
     cur_scale = loss_scale
@@ -86,7 +86,7 @@ class LossScale:
 
     @property
     def cur_hysteresis(self) -> int:
-        """How many overflows are left of `delayed_shift`."""
+        """Number of overflows until the scale falls."""
         return self.delayed_shift - self._forgiven
 
     def after_step(self, *, overflow: bool) -> None:
@@ -119,7 +119,7 @@ class LossScale:
         self.cur_iter += 1
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state of the scale; its parameters come from the configuration."""
+        """Return the state of the scale. Its settings are not included: they come from the configuration."""
         return {
             "value": self.value,
             "step": self.cur_iter,

@@ -1,8 +1,8 @@
-"""The schedules that the section `scheduler` names: torch schedulers, whose arguments are the section's parameters.
+"""The schedules of the configuration's section `scheduler`: torch schedulers, with the section's parameters as arguments.
 
-A curve is a function from the index of the last finished step to a factor; -1 stands for no step. The first step
-therefore runs with the value at -1 and step `k` with the value at `k - 1`. `step(k)` sets a schedule to its position
-after batch `k`, counted from 0; `step()` advances it by one batch.
+A curve is a function from the index of the last finished step to a factor; -1 means that no step is finished. The first
+step therefore runs with the value at -1, and step `k` with the value at `k - 1`. `step(k)` sets a schedule to its
+position after batch `k`, counted from 0; `step()` advances it by one batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Rates = float | list[float]
 
 
 def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Make the schedule of a configuration; null means a parameter's default.
+    """Create the schedule of a configuration; null means a parameter's default.
 
     Raises:
         ConfigError: an unknown schedule or parameter, or a missing parameter.
@@ -50,8 +50,9 @@ def make_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) ->
 
 
 def try_schedule(config: Config, kind: OptimizerKind, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Make the schedule of a configuration, if there is one, for groups with these hyper-parameters; raises like
-    `make_scheduler`.
+    """Create the schedule of a configuration, if it has one, for groups with these hyper-parameters, as a check.
+
+    Raises like `make_scheduler`.
     """
     if config.scheduler is not None:
         stand_ins = [{**group, "params": [nn.Parameter(torch.zeros(()))]} for group in groups]
@@ -59,7 +60,7 @@ def try_schedule(config: Config, kind: OptimizerKind, groups: Sequence[Mapping[s
 
 
 def checked_kind(config: Config) -> OptimizerKind:
-    """Return the optimizer of a training by the configuration alone.
+    """Return the optimizer that the configuration names.
 
     Raises:
         ConfigError: `infinity.initialize` would refuse the optimizer or the schedule.
@@ -67,7 +68,7 @@ def checked_kind(config: Config) -> OptimizerKind:
     kind, defaults = named_optimizer(config)
     params = {} if config.scheduler is None else config.scheduler.params
     groups = max((len(value) for value in params.values() if isinstance(value, (list, tuple))), default=1)
-    try_schedule(config, kind, [defaults] * groups)  # as many groups as rates are given
+    try_schedule(config, kind, [defaults] * groups)  # as many groups as the schedule has rates
     return kind
 
 

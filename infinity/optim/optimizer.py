@@ -1,4 +1,4 @@
-"""The optimizer object that a training loop and its LR scheduler hold; the engine makes the updates."""
+"""The optimizer object for a training loop and its LR scheduler. The engine runs the updates."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ def check_no_states(state_dict: Mapping[str, Any]) -> None:
     states = state_dict.get("state")
     if states:
         raise ConfigError(
-            f"load_state_dict: the states (moments, step counts) of {len(states)} parameters would be left out, for "
-            "they live in the tiers here: engine.load_checkpoint restores them, and `infinity checkpoint import` takes "
-            "over DeepSpeed's and torch.distributed's. To go on with fresh ones pass {\"param_groups\": ...} alone"
+            f"load_state_dict: the states (moments, step counts) of {len(states)} parameters would be ignored, because "
+            "the engine keeps states in its tiers: engine.load_checkpoint restores them, and `infinity checkpoint "
+            "import` converts checkpoints of DeepSpeed and torch.distributed. To continue with fresh states, pass "
+            "{\"param_groups\": ...} alone"
         )
 
 
 class TieredOptimizer(torch.optim.Optimizer):
     """`param_groups` of a model whose states are in the tiers.
 
-    Every group has the hyper-parameters of its kind (Adam also has `decoupled`: AdamW's weight decay, else Adam's).
-    They may be changed between steps, by hand or by any torch LR scheduler.
+    Every group has the hyper-parameters of its kind. Groups of Adam also have `decoupled`: True for the weight decay of
+    AdamW, False for that of Adam. Hyper-parameters may be changed between steps, by hand or by any torch LR scheduler.
 
     Attributes:
         kind: the kind of optimizer.
         trained: group of every parameter that an engine trains, by name.
-        frozen: group of every other parameter, by name; these required no gradient and have no states.
+        frozen: group of every other parameter, by name. These parameters required no gradient and have no states.
         loss_scaler: the engine's loss scale in fp16 training; otherwise its `value` is 1.
         run_step: implementation of `step()`; drop_gradients: of `zero_grad()`. The engine sets them.
     """
 
-    # By group, identities of the parameters that an engine has. A class attribute: torch's constructor adds groups.
+    # Identities of the engine's parameters, by group. A class attribute, because torch's constructor adds groups.
     _kept: list[list[int]] | None = None
 
     def __init__(self, params: ParamsOrGroups, defaults: Mapping[str, Any], kind: OptimizerKind = ADAM) -> None:
@@ -64,21 +65,21 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._without_states: list[tuple[str, nn.Parameter]] = []
 
     def bind(self, model: nn.Module, trained: Mapping[str, int], frozen: Mapping[str, int]) -> None:
-        """Set the trained parameters of the groups, and note the frozen ones, by the model's names."""
+        """Set the trained and the frozen parameters of the groups, by their names in the model."""
         self.trained, self.frozen = dict(trained), dict(frozen)
         self._without_states = [(name, model.get_parameter(name)) for name in frozen]
         for index, group in enumerate(self.param_groups):
             group["params"] = [model.get_parameter(name) for name, member in trained.items() if member == index]
 
     def keep_groups(self) -> None:
-        """Fix the groups' parameters, which an engine has taken over; hyper-parameters may still change."""
+        """Fix the parameters of the groups, because an engine trains them now. Hyper-parameters may still change."""
         self._kept = self._members()
 
     def _members(self) -> list[list[int]]:
         return [[id(param) for param in group["params"]] for group in self.param_groups]
 
     def check_groups(self) -> None:
-        """Check that the groups have the parameters for which the engine made states.
+        """Check that the groups have the parameters for which the engine created states.
 
         Raises:
             InfinityError: a group was added or removed, or has other parameters.
@@ -91,10 +92,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         else:
             index = next(i for i, (now, then) in enumerate(zip(members, self._kept, strict=True)) if now != then)
-            change = f"parameter group {index} has not the parameters that it had when initialize made their states"
+            change = f"parameter group {index} has other parameters than when initialize made states"
         raise InfinityError(
-            f"{change}: form groups before initialize (model_parameters, or an optimizer). To leave parameters out for "
-            "a while call requires_grad_(False) on them; hyper-parameters of a group may change at any time"
+            f"{change}: form groups before initialize (model_parameters, or an optimizer). To pause the training of "
+            "parameters, call requires_grad_(False) on them; hyper-parameters of a group may change at any time"
         )
 
     def unfrozen(self) -> list[str]:
@@ -102,27 +103,27 @@ class TieredOptimizer(torch.optim.Optimizer):
         return [name for name, param in self._without_states if param.requires_grad]
 
     def check_frozen(self) -> None:
-        """Check that no parameter without states requires a gradient; for passes that bypass the engine.
+        """Check that no parameter without states requires a gradient, in passes that call the model directly.
 
         Raises:
-            InfinityError: one does; names it.
+            InfinityError: a parameter does; names it.
         """
         for name in self.unfrozen():
             raise InfinityError(
-                f"parameter `{name}` requires a gradient since the last forward pass of the engine, which makes its "
-                "states: call the engine, not its model, for the next forward pass"
+                f"parameter `{name}` requires a gradient since the last forward pass of the engine, and the engine "
+                "creates its states in a forward pass: call the engine, not its model, for the next forward pass"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group like torch, before an engine has the groups.
+        """Add a group, as in torch, before an engine trains the groups.
 
         Raises:
-            InfinityError: an engine has the groups already.
+            InfinityError: an engine trains the groups.
         """
         if self._kept is not None:
             raise InfinityError(
-                "add_param_group after initialize, which has made states for the parameters of before: give initialize "
-                "all groups (model_parameters, or an optimizer), and freeze what trains later by requires_grad_(False)"
+                "add_param_group after initialize, which has already made states: give initialize all groups "
+                "(model_parameters, or an optimizer), and freeze parameters that train later by requires_grad_(False)"
             )
         super().add_param_group(param_group)
 
@@ -144,16 +145,16 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make a step like the engine's `step()`, which calls this, so that torch's LR schedulers notice updates."""
+        """Run the engine's step. The engine's `step()` calls this, so that torch's LR schedulers see the call."""
         if closure is not None:
             raise ConfigError("closures need several backward passes a step; call engine.backward() and engine.step()")
         self.check_trains()
         if self.run_step is None:
-            raise InfinityError("this optimizer belongs to no engine; infinity.initialize makes one that does")
+            raise InfinityError("this optimizer belongs to no engine; use the one that infinity.initialize returns")
         self._opt_called = True
         self.run_step()
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers see its calls without wrapping it
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that schedulers do not wrap it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the step in progress; after `step()` there are none.
@@ -166,7 +167,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Factor on losses before backward."""
+        """The factor on losses before backward."""
         return self.loss_scaler.value
 
     cur_scale = loss_scale
@@ -186,9 +187,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self.loss_scaler.overflow
 
     def share_groups(self, given: torch.optim.Optimizer) -> None:
-        """Share the group dicts with the optimizer that they were taken from.
+        """Share the group dicts with the user's optimizer `given`.
 
-        Changes by its schedulers then take effect here, too. While an engine has its parameters it refuses
+        Changes by its schedulers then take effect here, too. While an engine trains its parameters, `given` refuses
         `load_state_dict`, which would replace the dicts.
         """
         for index, group in enumerate(given.param_groups):
@@ -201,10 +202,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         return {"param_groups": [self._hyper_parameters(group) for group in self.param_groups]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load hyper-parameters of a `state_dict()`; the moments do not change, and a warning says so.
+        """Load the hyper-parameters of a `state_dict()`. Moments do not change, and a warning says so.
 
         Raises:
-            ConfigError: it has moments, as torch's optimizers have, or other groups.
+            ConfigError: the `state_dict` has moments, as those of torch's optimizers have, or another number of groups.
         """
         check_no_states(state_dict)
         self.load_groups(state_dict)
@@ -217,7 +218,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Load hyper-parameters, without a warning about moments.
 
         Raises:
-            ConfigError: it has other groups.
+            ConfigError: the `state_dict` has another number of groups.
         """
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
@@ -229,7 +230,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             group.update({key: tuple(v) if key == "betas" else v for key, v in values.items()})
 
     def rule(self, group: int, step: int, grad_scale: float) -> Rule:
-        """Return the present rule for update number `step` of a parameter of `group`.
+        """Return the rule for update number `step` of a parameter of `group`, with the current hyper-parameters.
 
         Raises:
             ConfigError: a hyper-parameter of the group is missing, is no number or is out of range.
@@ -244,7 +245,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             ) from error
 
     def rules(self) -> list[Rule]:
-        """Return the present rules of all groups, for comparison."""
+        """Return the current rules of all groups, for comparison."""
         return [self.rule(group, 1, 1.0) for group in range(len(self.param_groups))]
 
     @staticmethod
@@ -255,7 +256,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 def _refuse_loading(
     taker: weakref.ref[TieredOptimizer], given: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Refuse to load into `given` while an engine has its parameters: the engine would ignore the loaded values."""
+    """Refuse to load into `given` while an engine trains its parameters: the engine would ignore the loaded values."""
     tiered = taker()
     if tiered is not None and tiered.run_step is not None:
         check_no_states(state_dict)

@@ -1,10 +1,10 @@
 """The optimizer step as a pipeline: while one tile is updated, the next ones are read and the last ones are written.
 
 One worker thread updates the units whose gradients are final, in the order of schedule/update_queue.py. Tiles whose
-home is not host memory are read into the slots of a ring in that order, and then ahead for the units that are expected
-next, so that the drive is busy before their gradients are final. For every tile the worker chooses again: the first
-update in that order whose next tile is in memory. It runs the fused kernel over the tile, and starts writing the
-fields, and the parameters if their home is NVMe, without waiting.
+home is not host memory are read into the slots of a ring in that order. Then tiles of the units that are expected next
+are read ahead, so that the drive is busy before their gradients are final. For every tile, the worker chooses again: it
+continues with the first update in that order whose next tile is in memory. It runs the fused kernel on the tile. Then
+it starts writing the fields, and the parameters if their home is NVMe, and does not wait for the writes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from infinity.tiers.ring import Ring
 from infinity.tiers.state_layout import StateLayout
 from infinity.tiers.states import StateStore, Tile, UnitStates
 
-# At least four: one tile is read, one is updated, one is written, and one absorbs differences of the rates. Many small
-# tiles keep a drive busy if the worker is late by milliseconds, as on a busy machine: on two cores, 16 tiles of 4 MiB
-# kept a drive busy for 98% of the time, 4 tiles of 16 MiB for 88%.
+# At least four: one tile is read, one is updated, one is written, and one compensates for different rates. With many
+# small tiles, a drive stays busy even if the worker is late by milliseconds, as on a busy machine: on two cores, 16
+# tiles of 4 MiB kept a drive busy for 98% of the time, 4 tiles of 16 MiB for 88%.
 LEAST_SLOTS, MOST_SLOTS = 4, 16
 
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
-_LEAVE_S = 10.0  # far longer than a tile takes; a drive that hangs must not keep the process from ending
+_LEAVE_S = 10.0  # far longer than a tile takes; the process must end even if a drive hangs
 
 # Called with (unit, tile, the parameters of the whole shard, the tile's fields) before the tile is updated.
 BeforeUpdate = Callable[[int, Tile, torch.Tensor, "dict[str, torch.Tensor]"], None]
@@ -52,14 +52,14 @@ class UpdatePipeline:
 
     Attributes:
         layout: of the states.
-        waits: waiting times of the worker. A thread that waits for a ticket waits for them, too.
-        rollback: the undo log.
+        waits: waiting times of the worker. They are also part of the time that a thread waits for a ticket.
+        rollback: keeps and restores old values.
         before_update: called by the worker for every tile before its update, in order; must not raise. May be
             set only while no update is queued.
 
     Args:
-        slots: of the ring, each as large as a full tile; empty if the home of every tile is host memory.
-        undo_log: its memory; closed with the pipeline.
+        slots: slots of the ring, each as large as a full tile; empty if the home of every tile is host memory.
+        undo_log: memory for old values; closed with the pipeline.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class UpdatePipeline:
         """Raise this update to the highest priority and block until its new values are in memory.
 
         Args:
-            reached: called from time to time with the first element that has not been updated yet.
+            reached: called after each tile with the first element that has not been updated yet.
 
         Raises:
             StorageError: a read of this update failed.
@@ -128,7 +128,7 @@ class UpdatePipeline:
         ticket.computed.result()
 
     def _progress(self, ticket: UpdateTicket) -> Iterator[int]:
-        """Yield the first element without an update after each progress of an awaited ticket, until it is computed."""
+        """Yield the first element that is not updated yet, each time that it changes, until the ticket is computed."""
         seen = 0
         while not ticket.computed.done():
             with self._wake:
@@ -182,7 +182,7 @@ class UpdatePipeline:
         self._send(errand)
 
     def recover(self, ticket: UpdateTicket, *, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
-        """Reconstruct values from before an update that will be rolled back and is not in progress. Blocks.
+        """Reconstruct the values before an update that will be rolled back and is not in progress. Blocks.
 
         Args:
             grad: of the whole shard; filled with the gradients that the update `recovers`.
@@ -199,7 +199,7 @@ class UpdatePipeline:
         self._send(errand)
 
     def stop(self, tickets: Sequence[UpdateTicket]) -> None:
-        """Stop these updates after their present tile, and block until they have stopped."""
+        """Stop these updates after their current tile, and block until they have stopped."""
 
         def errand() -> None:
             for ticket in tickets:
@@ -209,7 +209,7 @@ class UpdatePipeline:
         self._send(errand)
 
     def _send(self, errand: Callable[[], None]) -> None:
-        """Let the worker call a function between two tiles, and block for it; raises what the function raises."""
+        """Let the worker call a function between two tiles, and block until it returns. Raise the function's error."""
         done: Future[None] = Future()
         with self._wake:
             if self._closing:
@@ -290,7 +290,7 @@ class UpdatePipeline:
         self._fields.clear()
 
     def _leave(self) -> None:
-        """At exit, stop the worker after its present tile; queued updates fail.
+        """At exit, stop the worker after its current tile; queued updates fail.
 
         A thread that returns from native code after the interpreter has ended would end the process with SIGABRT.
         """
@@ -462,6 +462,6 @@ class UpdatePipeline:
     def _read_ahead(self) -> None:
         try:
             self._reading.read_ahead()
-        except BaseException:  # the update that needs this tile meets it again, and raises it where it is awaited
+        except BaseException:  # the update of this tile gets the error again, and a thread that waits for it raises it
             with self._wake:
                 self._queue.expect(())

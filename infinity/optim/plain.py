@@ -1,9 +1,9 @@
 """Updates of plain torch parameters without an engine: the kernels' rules, with moments in float32.
 
 [Note: parameters of 16 bits without a master]
-A parameter is read as float32, updated, and rounded to nearest. Updates smaller than half of its last bit are lost. Its
-moments should not have 16 bits, too: in bfloat16 `exp_avg_sq * 0.999` rounds to itself, so that the average never
-decays. `infinity.optim.AdamW` keeps exact masters.
+A parameter is read as float32, updated, and rounded to nearest. Updates smaller than half of its last bit are lost.
+Moments should not have 16 bits either: in bfloat16, `exp_avg_sq * 0.999` is rounded to `exp_avg_sq`, so that the
+average never decays. `infinity.optim.AdamW` keeps exact masters.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _ELEMENTS = 1 << 22  # elements per piece if a float32 copy is made
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """An optimizer that updates by the kernels' rules; comes before torch's class, if there is one.
+    """An optimizer that updates by the kernels' rules. Subclasses name it before torch's class, if there is one.
 
     Attributes:
-        _rule: the numbers of an update, from (values of a group, step, gradient scale).
+        _rule: returns the rule of an update for (values of a group, step, gradient scale).
     """
 
     _rule: ClassVar[staticmethod[[Group, int, float], Rule]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, where no engine does.
+        """Update every parameter that has a gradient. This is not called if an engine trains the parameters.
 
         Raises:
             ConfigError: a parameter, its gradient or an option of its group is not supported.
@@ -82,7 +82,7 @@ class PlainOptimizer(torch.optim.Optimizer):
 
 
 def betas_of(group: Group) -> tuple[float, float]:
-    """Decay factors of a group's moments. Raises ValueError if a moment would not decay."""
+    """Return the decay factors of a group's moments. Raise ValueError if a moment would not decay."""
     beta1, beta2 = map(float, group["betas"])
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):  # nor if one is NaN
         raise ValueError(f"betas are ({beta1}, {beta2}); each must be at least 0 and less than 1")
@@ -90,7 +90,7 @@ def betas_of(group: Group) -> tuple[float, float]:
 
 
 def lion_rule(group: Group, step: int, grad_scale: float) -> Rule:
-    """Lion's numbers of an update."""
+    """Return Lion's rule of an update."""
     return LionHyper(float(group["lr"]), *betas_of(group), float(group["weight_decay"]), step, grad_scale)
 
 
@@ -98,7 +98,7 @@ class Lion(PlainOptimizer):
     """Lion.
 
     Args:
-        fp32_optimizer_states: the moment of 16-bit parameters is float32; else it has the parameters' dtype.
+        fp32_optimizer_states: whether the moment of 16-bit parameters is float32; else it has the parameters' dtype.
     """
 
     _rule = staticmethod(lion_rule)
@@ -133,8 +133,8 @@ def _update(rule: Rule, parameter: torch.Tensor, state: Mapping[str, Any]) -> No
         return
     if not isinstance(rule, AdagradHyper) or rule.weight_decay or grad.sparse_dim() != 1:
         raise ConfigError(
-            "a gradient is sparse: that is for Adagrad without weight decay, and rows of a tensor; use an embedding "
-            "with sparse=False, or give this parameter another optimizer"
+            "a gradient is sparse: only Adagrad without weight decay supports this, and only for rows of a tensor; use "
+            "an embedding with sparse=False, or give this parameter another optimizer"
         )
     grad = grad.coalesce()
     rows = grad.indices()[0]

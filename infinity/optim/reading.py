@@ -1,4 +1,4 @@
-"""Which update the optimizer's worker continues with, and which stored tiles it reads ahead."""
+"""Decide which update the optimizer's worker continues with, and which stored tiles it reads ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TileUpdate(Update, Protocol):
     tiles: deque[Tile]
 
     def has_inputs(self) -> bool:
-        """Whether the parameters and gradients have come."""
+        """Whether the parameters and gradients have arrived."""
         ...
 
 
@@ -29,7 +29,7 @@ UpdateT = TypeVar("UpdateT", bound=TileUpdate)
 
 
 class Reading(Generic[UpdateT]):
-    """Decides for the worker."""
+    """Makes the decisions of the worker."""
 
     def __init__(self, queue: UpdateQueue[UpdateT], ring: Ring, states: StateStore) -> None:
         self._queue = queue
@@ -37,7 +37,7 @@ class Reading(Generic[UpdateT]):
         self._states = states
 
     def next(self) -> UpdateT | None:
-        """Return the update to continue with: the one with the least distance, then with the highest rank."""
+        """Return the update to continue with: the one with the least distance; among equals, the first in the queue."""
         return self._queue.next(self._distance)
 
     def _distance(self, update: UpdateT) -> int:
@@ -49,7 +49,7 @@ class Reading(Generic[UpdateT]):
         return 1 if self._ring.has(update.tiles[0]) else 2
 
     def _upcoming(self) -> Iterator[Tile]:
-        """Yield stored tiles in about the order in which they will be needed; the queue may change meanwhile."""
+        """Yield stored tiles approximately in the order in which they are needed. The queue may change during this."""
         for unit, update in self._queue.upcoming():
             if update is None:
                 yield from self._states.units[unit].stored

@@ -1,7 +1,7 @@
 """Rollback of updates: old values are kept in the undo log, or reconstructed from the states.
 
-A tile on NVMe has its old version in the other slot (tiers/slots.py), a tile in memory has a second place
-(undo_log.py). Its gradients and parameters can be reconstructed from both versions of its states, see
+The old version of a tile on NVMe is in the other slot (tiers/slots.py). A tile in memory has a second place
+(undo_log.py). The gradients and parameters of a tile on NVMe can be reconstructed from both versions of its states, see
 [Note: lost gradients] in csrc/adam/recovery.h, except a few elements, which are kept (`Remainder`).
 """
 
@@ -33,7 +33,7 @@ class Rollback:
         log: the memory of the undo log; closed with the pipeline.
 
     Args:
-        ring: of the worker; a few slots are free between two tiles.
+        ring: the worker's ring. A few of its slots are free between two tiles.
         slots: number of slots of the ring.
     """
 
@@ -52,7 +52,7 @@ class Rollback:
         self._ring = ring
         self._recovers = slots >= _RECOVERING_SLOTS
         self.log = log
-        self._lost_params = 0  # of updates that may be rolled back
+        self._lost_params = 0  # elements that are kept for updates that may be rolled back
         self._lock = threading.Lock()  # the worker adds values, the compute thread removes them
 
     # Called by the compute thread, before and after the update #
@@ -66,11 +66,11 @@ class Rollback:
     ) -> frozenset[int]:
         """Return the indices of the unit's tiles that could be rolled back after an update that is submitted now.
 
-        All or none if parameters are kept: a unit is uploaded as a whole, and would be uploaded twice.
+        If parameters are kept, return all tiles or none: a unit is uploaded as a whole, and would be uploaded twice.
 
         Args:
-            param: whether the undo log must keep its parameters, too.
-            without: updates that have not started and would be withdrawn.
+            param: whether the undo log must keep the unit's parameters, too.
+            without: updates that have not started; the answer is for the case that they are withdrawn.
         """
         with self._lock:
             room = self.log.room(image for ticket in without for image in ticket.before.values())
@@ -91,12 +91,12 @@ class Rollback:
         return self._recovers and all(can_recover(self._layout, each.rule, grad_dtype) for each in segments)
 
     def can_recover_param(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
-        """Whether it can also reconstruct parameters, and not too many lost elements are kept already."""
+        """Whether a rollback can also reconstruct parameters, and few enough elements are kept so far."""
         few = self._lost_params < _MOST_LOST_PARAMS
         return few and can_recover_param(self._layout) and self.can_recover(segments, grad_dtype)
 
     def keep_before(self, states: UnitStates, tiles: Collection[int], *, param: bool) -> dict[int, Image]:
-        """Reserve the undo log for an update of these tiles, which `can_roll_back` returned. Return images by tile.
+        """Reserve memory of the undo log for an update of `tiles`, a result of `can_roll_back`. Return images by tile.
 
         Tiles that need no image are omitted. Pairs with `forget_before`.
         """
@@ -113,12 +113,12 @@ class Rollback:
             ticket.keeps = False
             self._lost_params -= ticket.remainder.forget_params()
             for index, image in ticket.before.items():
-                if ticket.under_way is None or ticket.under_way.index != index:  # the worker frees that one
+                if ticket.under_way is None or ticket.under_way.index != index:  # the worker frees the tile under way
                     self.log.give_back(image)
 
     @staticmethod
     def params_before(ticket: UpdateTicket) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the start of each piece of a shard's parameters that an update has changed, with the old values."""
+        """Yield the start and the old values of each piece of a shard's parameters that an update has changed."""
         for tile in ticket.kept:
             before = ticket.before[tile.index].old_param(ticket.param.dtype, tile.numel)
             for start, stop, _ in parts_of(ticket, tile):
@@ -139,7 +139,7 @@ class Rollback:
         return image
 
     def end_keeping(self, ticket: UpdateTicket, tile: Tile, image: Image) -> None:
-        """Exchange the tile's places, after its new fields were written to the second one."""
+        """Exchange the tile's two places, after its new fields were written to the second one."""
         if image.fields is not None:
             tile.lease, image.fields = image.fields, tile.lease
         with self._lock:
@@ -150,7 +150,7 @@ class Rollback:
                 self.log.give_back(image)
 
     def note_lost(self, ticket: UpdateTicket, start: int, lost: Lost) -> None:
-        """Keep the elements, counted from `start`, that cannot be reconstructed from the states."""
+        """Keep the elements that cannot be reconstructed from the states. Their positions count from `start`."""
         remainder = ticket.remainder
         if lost.grads is None:
             ticket.recovers = False

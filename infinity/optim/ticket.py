@@ -20,7 +20,7 @@ WriteParams = Callable[[int, int], "Transfer | None"]  # (start, numel): starts 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of elements of a shard that one kernel call may cover."""
+    """Consecutive elements of a shard with the same rule, which one kernel call may update."""
 
     start: int
     stop: int
@@ -36,30 +36,31 @@ class UpdateTicket:
         param: the shard's trainable elements in compute dtype, in host memory; updated in place.
         grad: gradients, same length.
         segments: elements to update, with their rules; other elements do not change.
-        missing: moves that the update must still wait for, of `param` and `grad`.
+        missing: moves of `param` and `grad` for which the update must still wait.
         write: starts writing the updated parameters of a tile home; None if they stay in memory.
-        seed: of this update's stochastic rounding.
+        seed: seed of this update's stochastic rounding.
         first: position of the shard's first element in the unit, so that shards of several ranks round differently.
-        needed: when the unit is needed next; the lowest goes first among updates that no thread waits for.
+        needed: time of the unit's next use. Among updates that no thread waits for, the lowest goes first.
         only: indices of the tiles to update; None for all.
-        before: undo log, by index of the tile.
-        reconstructs_grads: the gradients can be reconstructed and are not kept for a rollback, see
+        before: images of the undo log, by index of the tile.
+        reconstructs_grads: whether the gradients can be reconstructed and are not kept for a rollback, see
             [Note: lost gradients] in csrc/adam/recovery.h.
-        reconstructs_param: likewise the parameters.
+        reconstructs_param: the same for the parameters.
         tiles: tiles that are not updated yet, in order.
-        awaited: a thread waits for this update.
-        chosen: the worker has chosen it, and may be updating a tile of it.
-        begun: a tile has been updated.
-        keeps: the old values may still be needed.
+        awaited: whether a thread waits for this update.
+        chosen: whether the worker has chosen it, and may be updating a tile of it.
+        begun: whether a tile has been updated.
+        keeps: whether the old values may still be needed.
         kept: tiles whose old values are in `before`.
-        under_way: the tile that is being updated, if `before` has room for it.
+        under_way: the tile that is being updated, if `before` has an image for it.
         reached: all elements before this one have been updated.
-        computed: resolves when the new values are in memory; `writes` may still be in flight.
-        recovers: gradients of updated tiles can be reconstructed from the old states, the new states and `remainder`.
+        computed: completes when the new values are in memory; `writes` may still be in flight.
+        recovers: whether gradients of updated tiles can be reconstructed from the old states, the new states and
+            `remainder`.
     """
 
     unit: int
-    # Not in tracebacks, which may be formatted after the memory is freed.
+    # Not in `repr`, because a traceback may be formatted after the memory is freed.
     param: torch.Tensor = field(repr=False)
     grad: torch.Tensor = field(repr=False)
     segments: tuple[Segment, ...]
@@ -89,7 +90,7 @@ class UpdateTicket:
         self.recovers = self.reconstructs_grads
 
     def has_inputs(self) -> bool:
-        """Whether the parameters and gradients have come."""
+        """Whether the parameters and gradients have arrived."""
         return not self.missing or all(move.done() for move in self.missing)
 
     def done(self) -> bool:
@@ -99,14 +100,14 @@ class UpdateTicket:
         return None
 
     def result(self) -> None:
-        """Block until everything is computed and written. Raises StorageError if a read or write of it failed."""
+        """Block until the update is computed and written. Raises StorageError if one of its reads or writes failed."""
         self.computed.result()
         for write in self.writes:
             write.result()
 
 
 def parts_of(ticket: UpdateTicket, tile: Tile) -> Iterator[tuple[int, int, Rule]]:
-    """Yield (start, stop, rule) of each part of a tile that the ticket updates; positions are in the shard."""
+    """Yield (start, stop, rule) of each part of a tile that the ticket updates. Positions are those in the shard."""
     for segment in ticket.segments:
         start, stop = max(segment.start, tile.start), min(segment.stop, tile.start + tile.numel)
         if start < stop:

@@ -12,7 +12,7 @@ from infinity.errors import ConfigError
 
 
 def is_factory(given: Any) -> bool:
-    """Whether `given` makes a scheduler from an optimizer, and is not a scheduler itself."""
+    """Whether `given` is a callable that returns a scheduler for an optimizer, and not a scheduler itself."""
     return isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
 
 
@@ -27,8 +27,8 @@ def rebind(scheduler: Any, given: torch.optim.Optimizer | None, optimizer: torch
         own = getattr(part, "optimizer", None)
         if isinstance(own, torch.optim.Optimizer) and own is not optimizer and own is not given:
             raise ConfigError(
-                f"lr_scheduler has a {type(part).__name__} of an optimizer ({type(own).__name__}) that is not the one "
-                "given: pass that as `optimizer` too, or a callable that makes the scheduler from an optimizer"
+                f"lr_scheduler has a {type(part).__name__} of an optimizer ({type(own).__name__}) that was not given "
+                "to initialize: pass it as `optimizer`, too, or pass a callable that makes the scheduler"
             )
     for part in parts:
         for name, value in list(vars(part).items()):

@@ -1,8 +1,9 @@
 """The undo log of speculative updates, in host memory.
 
 A tile on NVMe keeps its old version in the other slot (tiers/slots.py). A tile in memory gets a second place: the
-update reads the fields from one place and writes them to the other, as fast as in place, and the places change roles.
-The parameters are changed in place, where other code expects them; their old values are copied to the undo log.
+update reads the fields from one place and writes them to the other, which is as fast as an update in place. Then the
+two places change roles. The parameters are changed in place, because other code uses their addresses. Their old values
+are copied to the undo log.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Image:
 
     Attributes:
         fields_bytes, param_bytes: size of each part; 0 for a part that the undo log does not keep.
-        fields: the place that the tile's fields do not use now; None while none is taken.
-        param: the place of its old parameters; None while none is taken.
+        fields: of the two places of the tile's fields, the one that is not in use; None before `UndoLog.take`.
+        param: the place of its old parameters; None before `UndoLog.take`.
     """
 
     fields_bytes: int
@@ -47,7 +48,7 @@ class Image:
 
 
 class Room:
-    """Free room of the undo log, reduced by every successful `draw`."""
+    """The free room of the undo log. Every successful `draw` reduces it."""
 
     def __init__(self, free_bytes: int, spare: Counter[int]) -> None:
         self._free_bytes = free_bytes
@@ -67,11 +68,12 @@ class Room:
 class UndoLog:
     """Memory of the undo log: places by size, reused for images of the same size. Not thread-safe.
 
-    `take` uses the place that was used last, whose pages exist already. So only as many pages are touched as updates
-    reach before the norm is known. The undo log and the tiles exchange memory; the totals stay.
+    `take` uses the place that was used last, whose pages already exist. So new pages are only touched for the tiles
+    that are updated before the norm is known. The undo log and the tiles exchange memory, but the size of each stays.
 
     Args:
-        capacity_bytes: size, of which whole pages are used. Not pinned: no device copies from or to it in a step.
+        capacity_bytes: size, rounded down to whole pages. The memory is not pinned, because no device copies from or to
+            it in a step.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -80,7 +82,7 @@ class UndoLog:
         self._promised: Counter[int] = Counter()  # number of promised places, by size
 
     def room(self, given_back: Iterable[Image] = ()) -> Room:
-        """Return the room for promises, now or after these promised images are given back."""
+        """Return the room for further promises, if these promised images are given back first."""
         free_bytes = self.arena.capacity_bytes - self.arena.used_bytes
         spare = Counter({nbytes: len(places) - self._promised[nbytes] for nbytes, places in self._spare.items()})
         for image in given_back:
@@ -123,7 +125,7 @@ class Remainder:
     """The few gradients and parameters of one update that cannot be reconstructed from the states.
 
     A rollback reconstructs all others from both slots of the states, see [Note: lost gradients] in
-    csrc/adam/recovery.h. Each entry has positions in the shard, and the values of these elements; both 1-D.
+    csrc/adam/recovery.h. Each entry contains 1-D tensors: positions in the shard, and the values of these elements.
     """
 
     def __init__(self) -> None:
@@ -150,7 +152,7 @@ class Remainder:
                     target[places] = values
 
     def forget_grads(self) -> None:
-        """Drop the gradients, all of which are kept in another place."""
+        """Drop the kept gradients, because the whole gradients are kept in another place."""
         self._grads.clear()
 
     def forget_params(self) -> int:

@@ -75,7 +75,7 @@ def test_moments_of_a_state_dict_are_not_left_out_without_a_word() -> None:
     engine, given = _given()
     with engine:
         for optimizer in (engine.optimizer, given):
-            with pytest.raises(infinity.ConfigError, match=r"moments.* 4 parameters would be left out"):
+            with pytest.raises(infinity.ConfigError, match=r"moments.* 4 parameters would be ignored"):
                 optimizer.load_state_dict(_states())
         train(engine)
     given.load_state_dict(_states())  # which is the script's own again

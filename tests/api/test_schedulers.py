@@ -164,7 +164,7 @@ def test_a_class_is_called_with_the_optimizer() -> None:
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     model = nn.Linear(4, 4)
     other = schedules.StepLR(_optimizer("SGD", model), 3)
-    words = r"lr_scheduler has a StepLR of an optimizer \(SGD\) that is not the one given"
+    words = r"lr_scheduler has a StepLR of an optimizer \(SGD\) that was not given to initialize"
     for optimizer in (None, _optimizer("SGD", model)):
         config = _config() | ({"optimizer": {"type": "AdamW"}} if optimizer is None else {})
         with pytest.raises(infinity.ConfigError, match=words):
