@@ -1,4 +1,4 @@
-"""The schedules of the configuration's section `scheduler`: torch schedulers, with the section's parameters as arguments.
+"""The schedules of the configuration section `scheduler`: torch schedulers with the parameters of that section.
 
 A curve is a function from the index of the last finished step to a factor; -1 means that no step is finished. The first
 step therefore runs with the value at -1, and step `k` with the value at `k - 1`. `step(k)` sets a schedule to its
