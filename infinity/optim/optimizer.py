@@ -33,7 +33,7 @@ def check_no_states(state_dict: Mapping[str, Any]) -> None:
             f"load_state_dict: the states (moments, step counts) of {len(states)} parameters would be ignored, because "
             "the engine keeps states in its tiers: engine.load_checkpoint restores them, and `infinity checkpoint "
             "import` converts checkpoints of DeepSpeed and torch.distributed. To continue with fresh states, pass "
-            "{\"param_groups\": ...} alone"
+            '{"param_groups": ...} alone'
         )
 
 
