@@ -1,4 +1,4 @@
-"""Models that an adapter library has wrapped: the names that parameters had before, and LoRA's first values."""
+"""Models that an adapter library has wrapped: the original names of parameters, and the first values of LoRA."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 from infinity.errors import ConfigError
 
 _PEFT_PREFIX = "base_model.model."
-# Parts of a name that wrappers put into it; the copies under `modules_to_save` have the adapter's name as well.
+# Parts that wrappers add to a name. Names of copies under `modules_to_save` also contain the adapter's name.
 _WRAPPERS = {"base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module"}
 _COPIES = "modules_to_save"
 _LORA_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 def name_before_wrapping(name: str) -> str:
-    """The name that a parameter had in the model that was wrapped."""
+    """Return the name that a parameter had before the model was wrapped."""
     parts = [part for part in name.removeprefix(_PEFT_PREFIX).split(".") if part not in _WRAPPERS]
     if _COPIES in parts:
         place = parts.index(_COPIES)
@@ -27,12 +27,13 @@ def name_before_wrapping(name: str) -> str:
 
 
 def lora_rule(model: nn.Module, name: str) -> str | None:
-    """How a parameter that PEFT's LoRA added begins: "zeros", "normal", "uniform" or "gaussian"; None for any other.
+    """Return how a LoRA parameter of PEFT is initialised: "zeros", "normal", "uniform" or "gaussian".
 
-    PEFT puts adapters of a base on the meta device there too, and says how they begin in its configuration alone.
+    Return None for any other parameter. If the base is on the meta device, PEFT puts the adapters on it, too. Only the
+    configuration of PEFT then says how they are initialised.
 
     Raises:
-        ConfigError: its configuration asks for values that are computed from the base.
+        ConfigError: the configuration requires values that are computed from the base.
     """
     parts = name.split(".")
     place = next((index for index, word in enumerate(parts) if word in _LORA_PARTS), None)
@@ -55,13 +56,13 @@ def lora_rule(model: nn.Module, name: str) -> str | None:
 
 
 def is_unmerged(model: nn.Module, name: str) -> bool:
-    """The parameter is a weight that adapters can be merged into, and none is now."""
+    """Whether the parameter is a weight into which adapters can be merged, and none is merged now."""
     layer, found, _ = name.rpartition(".base_layer.")
     return bool(found) and getattr(model.get_submodule(layer), "merged", None) is False
 
 
 def lora_values(model: nn.Module, name: str, shape: torch.Size) -> torch.Tensor | None:
-    """The first values of a parameter that PEFT's LoRA added; None for any other."""
+    """Return the first values of a LoRA parameter of PEFT; None for any other parameter."""
     rule = lora_rule(model, name)
     if rule is None:
         return None

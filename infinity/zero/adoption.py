@@ -1,4 +1,4 @@
-"""Which run's states the ranks go on from, and from which step; or that they begin one."""
+"""Find the run and the step from which the ranks continue, or begin a new run."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ RunFacts = Mapping[str, Mapping[str, Any]]  # plain values by name, by topic
 
 
 class _Told(NamedTuple):
-    """What one rank has of an earlier process: the steps by sequence."""
+    """The states that one rank has from an earlier process.
+
+    Attributes:
+        steps: numbers of the finished steps, by sequence.
+    """
 
     run: str
     steps: Mapping[int, int]
 
 
 def open_run(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> RunFiles:
-    """The run that the ranks train: the one that has left its states here, or a new one. All ranks call this.
+    """Return the run whose states are in these directories, or a new run. All ranks call this together.
 
-    Several ranks may have come one commit apart; what counts is the newest step that all of them have. What a rank has
-    is on its drives before it says so: the process that wrote it may have died before it had flushed its name, and the
-    other ranks are about to forget the step before.
+    One rank may be one commit ahead of another, so the ranks continue from the newest step that all of them have. The
+    process that wrote a record may have died before it flushed the file's name. So each rank flushes the names before
+    it reports its steps: after the agreement, the other ranks discard the step before.
 
     Raises:
-        CheckpointError: the states cannot be gone on from: of other facts, damaged, or not those of all ranks.
+        CheckpointError: the states are damaged, differ from this run, or are not available on all ranks.
     """
     held: list[Record | None] = []
     facts = {"ranks": {"number": ranks.size, "this": ranks.rank}, **facts}
@@ -60,7 +64,7 @@ def open_run(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> RunF
 
 
 def _record(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> Record | None:
-    """What this rank has, if it is of this run's kind."""
+    """Return this rank's record; None if there is none. Raise CheckpointError if it differs from this run."""
     record = find_record(directories, ranks.rank)
     if record is None:
         return None
@@ -80,7 +84,7 @@ def _record(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> Recor
 
 
 def _agreed(told: Sequence[_Told | None], directory: Path) -> int | None:
-    """The newest sequence that all ranks have; None if no step was finished by all."""
+    """Return the newest sequence that all ranks have; None if no step was finished by all ranks."""
     having = {rank: each for rank, each in enumerate(told) if each is not None}
     if not having:
         return None
@@ -97,14 +101,14 @@ def _agreed(told: Sequence[_Told | None], directory: Path) -> int | None:
     runs = sorted({each.run for each in having.values()})
     if len(runs) > 1:
         raise CheckpointError(
-            f"the ranks have states of several runs ({', '.join(runs)}): remove those that are not needed (infinity "
+            f"the ranks have states of several runs ({', '.join(runs)}): remove the runs that are not needed (infinity "
             "states list, infinity states remove --run)"
         )
     sequence = min(max(each.steps) for each in having.values())
     steps = {each.steps.get(sequence) for each in having.values()}
     if len(steps) > 1 or None in steps:
         raise CheckpointError(
-            f"the ranks have no finished step of run {runs[0]} in common: go on from a checkpoint, and remove these "
+            f"the ranks have no finished step of run {runs[0]} in common: resume from a checkpoint, and remove these "
             "states (infinity states remove)"
         )
     return sequence

@@ -1,4 +1,4 @@
-"""What a run may take of each memory and of its drives, and how finely its model is divided to fit."""
+"""Compute how much of each memory and of the drives a run may use, and into which units its blocks are cut to fit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from infinity.tiers.swap_file import remove_stale
 from infinity.zero.ranks import ALONE, Ranks, least_of, ranks_on_this_machine
 from infinity.zero.sizing import Sizing
 
-AUTO_SHARE = 0.8  # of the memory that is available when a budget is "auto"
-# What the process takes beside the ledger, at least: libraries that load late, activations, stacks, what the allocator
-# keeps. Small models were measured at 60 to 85 MiB, without a device.
+AUTO_SHARE = 0.8  # the share of the available memory that a budget "auto" takes at most
+# The memory that the process needs in addition to the ledger, at least: libraries that load late, activations, stacks,
+# memory that the allocator keeps. Small models were measured at 60 to 85 MiB, without a device.
 _BESIDE_BYTES = 256 << 20
-_SUMS_SHARE = 4  # of the device's free memory: sums take no larger a part then, as activations need some, too
-_FINEST = 1024  # parts of the largest unit: a block of as many experts comes apart, and no search is long
+_SUMS_SHARE = 4  # with "auto", sums take at most 1/4 of the device's free memory, because activations need some, too
+_FINEST = 1024  # at most so many parts of the largest unit: enough for a block of many experts, and the search is short
 
 _log = logging.getLogger(__name__)
 
@@ -33,27 +33,27 @@ _log = logging.getLogger(__name__)
 
 
 def host_capacity(config: Config, needs: MemoryNeeds, ranks: Ranks = ALONE) -> int:
-    """Return the host budget: as given, or what is useful of this process's part of the free memory."""
+    """Return the host budget: the configured one, or the useful part of this process's share of the free memory."""
     if config.tiering.host_memory_bytes is not None:
         return config.tiering.host_memory_bytes
     return min(needs.most_bytes, auto_bytes(available_memory_bytes(), ranks_on_this_machine(ranks)))
 
 
 def auto_bytes(free_bytes: int, processes: int) -> int:
-    """Return the host budget of each of some processes that share what is free.
+    """Return the host budget of each of `processes` that share the free memory.
 
-    It leaves room for what they take beside it. Of little memory, as in a small container, at most half is left: small
-    models need less.
+    It leaves memory for what the process needs in addition to the budget. If little is free, as in a small container,
+    it leaves at most half, because small models need less.
     """
     share = free_bytes / processes
     return int(min(AUTO_SHARE * share, share - min(_BESIDE_BYTES, share / 2)))
 
 
 def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
-    """Return this rank's split with the gradients' part that every one of these ranks has.
+    """Return this rank's split with the smallest memory for gradients of these ranks.
 
-    When it is full, a unit is updated before all its gradients are there, in which all ranks take part: so it must be
-    full on all of them at once, whatever their budgets.
+    When this memory is full, a unit is updated before all its gradients have arrived, and all ranks take part in that.
+    So it must be full on all ranks at the same time, whatever their budgets are.
     """
     return replace(split, grads_bytes=least_of(split.grads_bytes, *ranks))
 
@@ -63,13 +63,13 @@ def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
 
 @dataclass(frozen=True)
 class DeviceBudgets:
-    """What pays for all that lies where the model computes.
+    """The budgets of the memory in which the model computes.
 
     Attributes:
-        ledger: the device's; without parts where the host's pays.
-        params: units that come and go.
+        ledger: the device's ledger; without parts if the host's ledger counts everything.
+        params: units that are fetched and evicted.
         grads: gradients that stay until their update.
-        sums: those of several micro-batches, which leave once, or are sent to the replicas once.
+        sums: sums of gradients over several micro-batches, which are downloaded or sent to the replicas once.
         advice: returns which setting to raise to have this many more bytes in `params`.
     """
 
@@ -81,10 +81,10 @@ class DeviceBudgets:
 
 
 def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Ledger, free_bytes: int) -> DeviceBudgets:
-    """Divide the device's memory, of which `free_bytes` are free; without a device the host's pays.
+    """Divide the device's memory, of which `free_bytes` are free. Without a device, the host's budget is used.
 
     Raises:
-        CapacityError: there is too little; the message has the number that is needed.
+        CapacityError: the memory is too small; the message has the number that is needed.
     """
     params, share = sizing.params.computed, sizing.device
     if sizing.rules.one_memory:
@@ -108,7 +108,7 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
 
 
 def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> tuple[int, int]:
-    """Return the device budget, as given or what is useful of the free memory, and the least that is needed of it."""
+    """Return the device budget, which is the configured one or the useful part of the free memory, and the minimum."""
     params, share = sizing.params.computed, sizing.device
     fixed_bytes = params.always + sizing.collecting_bytes + share.states
     least = fixed_bytes + params.least + share.grads_least
@@ -144,11 +144,11 @@ def _checked_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
 
 
 def fits(sizing: Sizing, config: Config, host_bytes: int, free_bytes: int, *ranks: Ranks) -> bool:
-    """Whether the two memories have room for what a layout needs at least, on every one of these ranks.
+    """Whether host and device have memory for the minimum of a layout, on every one of these ranks.
 
     Args:
         host_bytes: the host's budget.
-        free_bytes: free on the device.
+        free_bytes: free bytes on the device.
     """
     enough = sizing.host_needs().least_bytes <= host_bytes
     if not sizing.rules.one_memory:
@@ -161,7 +161,7 @@ class Fit(NamedTuple):
     """A configuration with the size of units that was chosen, and its layout.
 
     Attributes:
-        cut_bytes: the least host budget of all ways to cut, where none fits and that is less than blocks need whole.
+        cut_bytes: if nothing fits: the least host budget with cut blocks, if it is less than whole blocks need.
     """
 
     config: Config
@@ -172,12 +172,12 @@ class Fit(NamedTuple):
 def cut_to_fit(config: Config, size_up: Callable[[Config], Sizing], fits: Callable[[Sizing], bool]) -> Fit:
     """Resolve `tiering.max_unit_size`, and lay the model out with it.
 
-    Each part of a block costs a gather and a reduction, so "auto" cuts only where whole blocks do not fit, and no finer
-    than to the first half, quarter, ... of the largest unit that does.
+    Each part of a block costs a gather and a reduction. So "auto" cuts only if whole blocks do not fit, and takes the
+    first limit that fits: a half, a quarter, ... of the largest unit.
 
     Args:
-        size_up: the layout under a configuration.
-        fits: whether a layout fits, on all ranks that compute together: they have to cut alike.
+        size_up: returns the layout for a configuration.
+        fits: returns whether a layout fits on all ranks that compute together, because they must cut alike.
     """
     whole = size_up(config)
     if config.tiering.max_unit_size_bytes is not None or fits(whole):
@@ -190,13 +190,13 @@ def cut_to_fit(config: Config, size_up: Callable[[Config], Sizing], fits: Callab
         cut = replace(config, tiering=replace(config.tiering, max_unit_size_bytes=limit))
         sizing = size_up(cut)
         if len(sizing.specs) == units:
-            continue  # nothing more came apart
+            continue  # no further block was cut
         units = len(sizing.specs)
         if fits(sizing):
             _log.info("blocks are cut to units of at most %s: whole ones do not fit", format_size(limit))
             return Fit(cut, sizing)
         cut_bytes = min(cut_bytes, sizing.host_needs().least_bytes)
-    return Fit(config, whole, cut_bytes if cut_bytes < least_bytes else None)  # which is refused
+    return Fit(config, whole, cut_bytes if cut_bytes < least_bytes else None)  # the caller refuses it
 
 
 # Drives #
@@ -204,16 +204,16 @@ def cut_to_fit(config: Config, size_up: Callable[[Config], Sizing], fits: Callab
 
 @dataclass(frozen=True)
 class Drive:
-    """A drive of the machine, with what is free on it."""
+    """A drive of the machine, and its free space."""
 
     path: str
     free_bytes: int
 
 
 def drives_here(config: Config) -> list[Drive]:
-    """Return the drives of a configuration on this machine, each once, with what the configuration may take of it.
+    """Return the drives of a configuration on this machine, each once, with the space that the configuration may use.
 
-    A directory that does not exist yet is looked for upwards, since `initialize` makes it.
+    For a directory that does not exist yet, its nearest existing parent counts, because `initialize` creates it.
     """
     found: dict[int, Drive] = {}
     for nvme in config.tiering.nvme:
@@ -227,12 +227,12 @@ def drives_here(config: Config) -> list[Drive]:
 
 
 def free_on(drives: Iterable[Drive]) -> int:
-    """Return the bytes that all of them have free together."""
+    """Return the sum of the free bytes of these drives."""
     return sum(drive.free_bytes for drive in drives)
 
 
 def free_for_swap(config: Config) -> int:
-    """Return what a run that begins may take of the drives, once the files of dead runs are removed.
+    """Remove the files of dead runs, and return the bytes that a new run may use on the drives.
 
     Raises:
         StorageError: a directory cannot be used.

@@ -1,8 +1,8 @@
-"""Build a model that does not fit memory: its parameters lie in files until `initialize`.
+"""Build a model that does not fit in memory: its parameters are in files until `initialize`.
 
-A parameter is moved at the moment when its module takes it. In a file without a name, mapped shared, what its
-constructor or anybody else writes to it is kept as in any tensor, and where memory is short the kernel writes its pages
-to the file and drops them. The file goes with the tensor.
+A parameter is moved into a file when it is registered in its module. The file has no name and is mapped shared, so code
+can write to the parameter as to any tensor. If memory is short, the kernel writes pages to the file and drops them.
+The file is deleted with the tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.errors import StorageError
 from infinity.io.directory import allocate
 from infinity.zero.ranks import world_size
 
-FILE_BYTES = 256 << 10  # smaller parameters stay in memory: a mapping each would cost more than it saves
+FILE_BYTES = 256 << 10  # smaller parameters stay in memory: a mapping for each would cost more than it saves
 
 # By identity, because tensors compare element by element.
 _made: dict[int, weakref.ref[nn.Parameter]] = {}
@@ -36,10 +36,10 @@ _made: dict[int, weakref.ref[nn.Parameter]] = {}
 class Init:
     """A context in which modules are built with their parameters in files, until `initialize` moves them to a tier.
 
-    Values are those of a model that is built in memory from the same seed. The files are unnamed and memory-mapped, and
-    are deleted with the parameters. They are in the first directory of the configuration's NVMe tier, otherwise in the
-    system's directory for temporary files (`TMPDIR`). If memory is short, the kernel writes them out. Parameters below
-    256 KiB, and buffers, stay in memory.
+    The model has the same values as a model that is built in memory from the same seed. The files are unnamed and
+    memory-mapped, and are deleted with the parameters. They are in the first directory of the configuration's NVMe
+    tier, otherwise in the system's directory for temporary files (`TMPDIR`). If memory is short, the kernel writes
+    pages to them. Parameters below 256 KiB, and buffers, stay in memory.
 
     Args:
         config: the configuration that `initialize` will get. It is checked here, before the model is built.
@@ -84,7 +84,7 @@ def made_in_files(param: nn.Parameter) -> bool:
 
 @contextmanager
 def _construct_in_files(directory: Path | None) -> Iterator[None]:
-    """See `Init`; a directory of None is the system's for temporary files."""
+    """See `Init`. A directory of None means the system's directory for temporary files."""
 
     def adopt(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if type(param) is not nn.Parameter or made_in_files(param):
@@ -100,10 +100,10 @@ def _construct_in_files(directory: Path | None) -> Iterator[None]:
 
 @torch.no_grad()
 def convert(param: nn.Parameter, dtype: torch.dtype, directory: Path | None, name: str) -> None:
-    """Have the parameter's values in another dtype; large ones lie in a file of that size again.
+    """Convert the parameter's values to another dtype. Large parameters are then in a new file.
 
     Raises:
-        StorageError: there is no room for it.
+        StorageError: the drive has no room for the file.
     """
     values = param.detach()
     param.data = _in_file(values, directory, name, dtype) if _can_move(param) else values.to(dtype)
@@ -114,7 +114,7 @@ def _forget(key: int, _: object) -> None:
 
 
 def _can_move(param: nn.Parameter) -> bool:
-    """Whether it is large, in memory of the host, in order, and nobody else writes to its memory."""
+    """Whether the parameter is large, contiguous and in host memory, and no other tensor uses its memory."""
     if param.device.type != "cpu" or param.layout is not torch.strided or not param.is_contiguous():
         return False
     storage: Any = param.untyped_storage()
@@ -134,8 +134,8 @@ def _in_file(values: torch.Tensor, directory: Path | None, name: str, dtype: tor
     except OSError as error:
         raise StorageError(
             error.errno or errno.EIO,
-            f"zero.Init cannot keep {name} ({nbytes} bytes) in a file: {error.strerror}; free space there, set TMPDIR, "
-            "or give Init a configuration with another nvme_path",
+            f"zero.Init cannot keep {name} ({nbytes} bytes) in a file: {error.strerror}; free space, set TMPDIR, or "
+            "give Init a configuration with another nvme_path",
             str(directory or tempfile.gettempdir()),
             0,
         ) from error

@@ -1,10 +1,10 @@
-"""Cuts an autograd graph into pieces, so that backward can go through them one at a time.
+"""Cut an autograd graph into pieces, so that backward can run through one piece at a time.
 
 [Note: what a cut holds]
-At a cut a tensor is replaced by an alias that begins a graph of its own. An ordinary leaf would do, but autograd holds
-a leaf, and so its values, until backward. Therefore the alias is the output of a function that needs no values, and
-only notes the gradient; and the graph before the cut is held by a stand-in of one element. The values belong to those
-who compute with them: once the block is through they are freed, or are where the hooks for saved tensors put them.
+At a cut, a tensor is replaced by an alias that begins a new graph. An ordinary leaf would also begin a graph, but
+autograd keeps a leaf, and so its values, until backward. So the alias is the output of a function that saves no values
+and only records the gradient. The graph before the cut is kept alive by a placeholder of one element. Neither keeps the
+values alive: when the block has been computed, they are freed, or the hooks for saved tensors have stored them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 @dataclass(eq=False)
 class _Gradient:
-    """The gradient of a tensor that was cut, as far as backward has come."""
+    """The gradient of a tensor that was cut: the sum of the parts that backward has computed so far."""
 
     sum: torch.Tensor | None = None
 
@@ -29,16 +29,16 @@ class _Gradient:
 
 
 class Cuts:
-    """Where the graph of one forward pass is cut: by round, what was cut in it for the first time."""
+    """The cuts in the graph of one forward pass. A tensor belongs to the round in which it was cut first."""
 
     def __init__(self) -> None:
-        # where backward of the piece before begins, and with what
+        # the tensors from which backward of the piece before the cut begins, and their gradients
         self._by_round: defaultdict[int, list[tuple[torch.Tensor, _Gradient]]] = defaultdict(list)
-        self._aliases = WeakTensorKeyDictionary()  # by what they stand for
+        self._aliases = WeakTensorKeyDictionary()  # by the tensor that was cut
         self._anchor = torch.empty(0, dtype=torch.float32, requires_grad=True)
 
     def cut(self, round_index: int, value: Any) -> Any:
-        """The value with aliases in place of its tensors that need a gradient."""
+        """Return the value with aliases in the place of its tensors that need a gradient."""
         if isinstance(value, torch.Tensor):
             if not value.requires_grad:
                 return value
@@ -56,11 +56,11 @@ class Cuts:
         return value
 
     def complete(self) -> None:
-        """The forward pass is over: nothing is cut any more."""
+        """End the forward pass. No tensor is cut after it."""
         self._aliases.clear()
 
     def take(self, round_index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where backward goes on before what was cut in this round, and the gradients there; their last use."""
+        """Return the tensors from which backward of the piece before this round begins, and their gradients. Call once."""
         ends, grads = [], []
         for end, gradient in self._by_round.pop(round_index, ()):
             if gradient.sum is not None:
@@ -69,7 +69,10 @@ class Cuts:
         return ends, grads
 
     def joined(self, output: torch.Tensor) -> tuple[int, torch.autograd.graph.Node] | None:
-        """The last round past whose cuts the graph of `output` goes, and a node there; None if all pieces are apart."""
+        """Return the last round whose cuts do not separate the graph, and a node that both pieces contain.
+
+        Return None if all pieces of the graph of `output` are separate.
+        """
         seen = set(_graph([output]))
         for round_index in sorted(self._by_round, reverse=True):
             piece = set(_graph([end for end, _ in self._by_round[round_index]]))
@@ -81,7 +84,7 @@ class Cuts:
 
 
 class _Begin(torch.autograd.Function):
-    """The first node of a piece: an alias of the values, whose gradient is noted and goes no further."""
+    """The first node of a piece: an alias of the values. Its gradient is recorded, and not passed on."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, values: torch.Tensor, gradient: _Gradient) -> torch.Tensor:
@@ -112,7 +115,7 @@ _ENDS = ("torch::autograd::AccumulateGrad", f"{_Begin.__name__}Backward")  # nod
 
 
 def _graph(tensors: Sequence[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
-    """The nodes that backward from these tensors goes through."""
+    """Yield the nodes that backward from these tensors runs."""
     stack = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = set()
     while stack:

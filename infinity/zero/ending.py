@@ -1,7 +1,7 @@
-"""How a process that has exchanged something with other ranks ends.
+"""End a process that has used collectives.
 
-torch's threads take part in a collective, and outlive it. What one of them still has to do once the interpreter ends
-is waited for for half an hour, or ends the process with SIGABRT after all its work was done.
+torch's threads take part in a collective, and outlive it. If such a thread still has work when the interpreter ends,
+the process waits for it for up to half an hour, or ends with SIGABRT although all its own work is done.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _GLOO = "pt_gloo_runloop"  # name of the threads of a group in host memory
 _POLL_S = 0.001
 _PATIENCE_S = 5.0
 
-# Processes that have given up a collective whose group waits for longer, which keeps them from ending until it is over.
+# Ids of processes that have given up a collective. Its group still waits, and would keep the process from ending.
 _abandoned: list[int] = []
 
 
 def abandon() -> None:
-    """A collective was given up: nothing waits for it when this process ends."""
+    """Record that a collective was given up, so that this process ends without waiting for it."""
     _abandoned.append(os.getpid())
 
 
@@ -42,12 +42,12 @@ def leave_at_exit() -> None:
 
 
 def _leave(owner_pid: int) -> None:
-    if os.getpid() == owner_pid and dist.is_initialized():  # a forked child shares the connections, and no thread
+    if os.getpid() == owner_pid and dist.is_initialized():  # a forked child has the connections, but not the threads
         dist.destroy_process_group()
 
 
 def _end() -> None:
-    """The last of what is done at exit."""
+    """Run as the last exit handler."""
     if is_abandoned():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -55,23 +55,24 @@ def _end() -> None:
     _let_threads_finish()
 
 
-atexit.register(_end)  # what is registered later runs before it
+atexit.register(_end)  # handlers that are registered later run before it
 
 
 def _let_threads_finish() -> None:
-    """Wait for threads that have not let go of their last collective.
+    """Wait for threads that have not finished their last collective.
 
-    They wake whoever waits for it first, and then need the interpreter to free its tensors: a thread that does not get
-    it since the interpreter has ended by then aborts the process. Destroying a group waits for them only if nobody
-    else holds it, and the default arguments of `torch.distributed.nn.functional` do if that was imported later.
+    Such a thread first wakes the waiters of the collective, and then needs the interpreter to free its tensors. If the
+    interpreter has ended by then, the thread aborts the process. Destroying a group waits for its threads only if no
+    other object refers to the group. The default arguments of `torch.distributed.nn.functional` refer to it if that
+    module was imported later.
     """
     until_s = time.monotonic() + _PATIENCE_S
     while any(state != "S" for state in _states_of_threads()) and time.monotonic() < until_s:
-        time.sleep(_POLL_S)  # without the interpreter, which is theirs for that long
+        time.sleep(_POLL_S)  # releases the interpreter for these threads
 
 
 def _states_of_threads() -> Iterator[str]:
-    """Of gloo's threads; S for one that waits for something to do. None where there is no /proc."""
+    """Yield the states of gloo's threads; S for a thread that waits for work. Yield none if there is no /proc."""
     for directory in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it has ended
             task = read_task(directory)

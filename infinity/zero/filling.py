@@ -1,17 +1,17 @@
-"""Fill spare device memory with optimizer states, once a step has shown how much is spare.
+"""Fill spare device memory with optimizer states, after a step has shown how much memory is spare.
 
 [Note: what is left]
-Torch counts the bytes allocated, now and at their peak. The difference at the end of a step is the need of the step
+Torch counts the allocated bytes, now and at their peak. The difference at the end of a step is the need of the step
 itself: activations, gradients in transit, a kernel's scratch. The free memory minus this need, minus a headroom for the
 allocator's slack and for slightly longer batches, can be filled.
 
 [Note: longer batches]
-A batch with more elements than any before is expected to need proportionally more. If that leaves too little free
-memory, units move back before its forward pass, the last first, on one rank between two steps. A need that grows
-faster, or that no input of the model shows, raises the peak, and is seen at the end of its step if there was room for
-it: if half of the headroom was used, units move back until it is free again. If there was no room, the device runs out
-of memory during the step, which is lost like any failed step. Half of the units that had come move back, so that the
-same batch can be tried again.
+A batch with more elements than any before is expected to need proportionally more memory. If that leaves too little
+free memory, units move back before its forward pass, the last ones first; on one rank, and between two steps. The need
+may also grow faster, or for a reason that the inputs of the model do not show. This raises the peak. If there was
+enough memory, the peak is read at the end of the step: if half of the headroom was used, units move back until the
+headroom is free again. If there was not enough, the device runs out of memory during the step, which is lost like any
+failed step. Then half of the moved units move back, so that the same batch can be tried again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BUSY, _SHORT = -1 << 62, -1 << 61  # instead of bytes: states cannot move now; 
 
 
 def filling_of(runtime: Runtime, config: Config) -> Filling | None:
-    """Return the object that fills the device's memory; None if no states may come to it."""
+    """Return the object that fills the device's memory; None if no states may move to the device."""
     if not runtime.sizing.may_come:
         return None
     if config.tiering.fill_device == "auto" and runtime.parts.are_several:
@@ -44,7 +44,7 @@ class Filling:
     """Move units' optimizer states between the device and their homes, between steps.
 
     Attributes:
-        came: units whose states have come to the device, in order.
+        came: units whose states have moved to the device, in order.
     """
 
     def __init__(self, runtime: Runtime, device_grads: Budget, config: Config) -> None:
@@ -59,29 +59,29 @@ class Filling:
         self._most_bytes = 0  # peak of allocated bytes
         self._extra_bytes = 0  # need of a step, see [Note: what is left]
         self._longest = 0  # elements of the largest batch so far
-        self._bytes_per_element = 0.0  # need of a batch before states came, which need memory for gradients, too
+        self._bytes_per_element = 0.0  # need of a batch before states moved; later, their gradients need memory, too
         runtime.link.forget_peak()  # earlier peaks, of loading a model for example, belong to no step
 
     def before_forward(self, elements: int, *, at_rest: bool) -> None:
         """Move units back before the training forward of a longer batch, see [Note: longer batches].
 
         Args:
-            elements: of all tensors that the model is given.
-            at_rest: there are no gradients, no unfinished step, and no other rank.
+            elements: number of elements of all tensors that the model is given.
+            at_rest: whether there are no gradients, no unfinished step, and no other rank.
         """
         before, self._longest = self._longest, max(self._longest, elements)
         if not (self.came and at_rest and 0 < before < elements) or self._runtime.pipeline.before_update is not None:
             return
         level = self._level()
-        assert level is not None  # known, because states have come
+        assert level is not None  # known, because states are on the device
         expected_bytes = self._extra_bytes + int(self._bytes_per_element * (elements - before))
         missing_bytes = expected_bytes + self._headroom_bytes(level) - level.free_bytes
         if missing_bytes > self._headroom_bytes(level) // 2:
             self._extra_bytes = expected_bytes
-            self._shrink(missing_bytes, "a batch is longer than those before")
+            self._shrink(missing_bytes, "a batch is longer than all before")
 
     def after_step(self) -> None:
-        """Move units after a step whose updates are done or queued. All ranks call this together, and do the same."""
+        """Move units after a step whose updates are done or queued. All ranks call this together, and move alike."""
         level = self._level()
         if level is None:
             return
@@ -95,7 +95,7 @@ class Filling:
         elif spare_bytes == _SHORT:
             self._give_half()
         elif self.came and spare_bytes < 0:
-            self._shrink(-spare_bytes, "a step took more of the device's memory than those before")
+            self._shrink(-spare_bytes, "a step took more of the device's memory than all before")
 
     def _told(self, level: DeviceLevel) -> int:
         """Return the bytes that this rank could fill; if negative, the bytes to free."""
@@ -115,10 +115,10 @@ class Filling:
         """Move half of the units back after a pass ran out of memory, now or at the end of the step.
 
         Args:
-            at_rest: there are no gradients, no unfinished step, and no other rank.
+            at_rest: whether there are no gradients, no unfinished step, and no other rank.
         """
         self._short = True
-        self._level()  # record the peak with the present allocation, before it changes
+        self._level()  # record the peak with the current allocation, before it changes
         if at_rest:
             self._give_half()
 
@@ -135,7 +135,7 @@ class Filling:
         return level
 
     def _spare_bytes(self, level: DeviceLevel) -> int:
-        """Return the bytes that can be filled; negative if too many are."""
+        """Return the bytes that can be filled; negative if too many are filled."""
         spare = level.free_bytes - self._extra_bytes - self._headroom_bytes(level)
         if self._limit_bytes is not None:
             spare = min(spare, self._limit_bytes - self._runtime.device.shares_bytes)
@@ -148,8 +148,8 @@ class Filling:
         """Move as many units as fit to the device."""
         runtime = self._runtime
         runtime.executor.drain()
-        # States must lie in segments of their own: in a segment freed by a step's large tensors, they would leave the
-        # next step no piece of that size.
+        # States must be in new segments of the allocator. In a segment that a step's large tensors have freed, they
+        # would leave the next step no contiguous piece of that size.
         runtime.link.release_cached()
         sizing = runtime.sizing
         for unit in that_fit(sizing.rules, sizing.shards, sizing.may_come, spare_bytes):
@@ -160,13 +160,13 @@ class Filling:
             self._count(runtime.states.units[unit].nbytes)
         if self.came:
             _log.info(
-                "%s of optimizer states have come to the device, of %d units, which are updated there from now on",
+                "%s of optimizer states moved to the device, of %d units, which are updated on it from now on",
                 format_size(self._states.used_bytes),
                 len(self.came),
             )
 
     def _come(self, unit: int) -> bool:
-        """Move a unit to the device. If one rank's device has no room, return False and leave it below on all ranks."""
+        """Move a unit to the device. If one rank's device has no room, return False; the unit then moves on no rank."""
         executor = self._runtime.executor
         try:
             executor.move_states(unit, there=True)
@@ -180,7 +180,7 @@ class Filling:
         return False
 
     def _shrink(self, missing_bytes: int, why: str) -> None:
-        """Move units back until so many more bytes are free."""
+        """Move units back until `missing_bytes` more bytes are free."""
         count = 0
         for unit in reversed(self.came):
             if missing_bytes <= 0:
@@ -207,7 +207,7 @@ class Filling:
         )
 
     def _count(self, states_bytes: int) -> None:
-        """Update the ledger with moved states, and with the memory that gradients may use on the device now."""
+        """Update the ledger with the moved states, and with the memory that gradients may now use on the device."""
         ledger = self._runtime.device
         ledger.widen("optimizer states that came later", self._states, states_bytes)
         if states_bytes > 0:

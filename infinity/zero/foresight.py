@@ -6,7 +6,7 @@ _MOST_QUIET = 64
 
 
 class Foresight:
-    """Expect the next step to be like the last ones: its gradients are used as they are, or not.
+    """Expect that the next step is like the last ones: whether its gradients are used unchanged.
 
     A rollback costs about as much as the update would have saved. So updates are speculative after a few *quiet* steps,
     which neither clipped nor skipped. Each failure doubles that number of steps; each success halves it.
@@ -23,14 +23,14 @@ class Foresight:
         return self._quiet >= self._asked
 
     def tried(self) -> None:
-        """Note that an update of this step is speculative."""
+        """Record that an update of this step is speculative."""
         self._tried = True
 
     def after_step(self, *, quiet: bool) -> None:
         """End a step.
 
         Args:
-            quiet: its gradients were used as they are.
+            quiet: whether its gradients were used unchanged: not clipped, and the step not skipped.
         """
         if not quiet:
             self.disturbed()
@@ -41,7 +41,7 @@ class Foresight:
         self._tried = False
 
     def disturbed(self) -> None:
-        """Note that speculative updates were rolled back, or would have been."""
+        """Record that speculative updates were rolled back, or would have been."""
         self._quiet = 0
         if self._tried:
             self._asked = min(_MOST_QUIET, 2 * self._asked)

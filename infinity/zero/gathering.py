@@ -5,7 +5,7 @@ If several ranks share a unit, each fetches and updates its own shard, and an al
 unsharded copy is a field of its own, with one copy made of all ranks' shards. A unit is gathered for a use, and stays
 unsharded
 
-- until its last use ends, if it can be evicted; if the next use is of the same unit, that use is one more;
+- until its last use ends, if it can be evicted. If the next use is of the same unit, the unit stays unsharded for it;
 - until the next update, if its parameters stay on the device.
 
 All ranks take part in an all-gather, so it may follow only from events that are alike on all ranks. It must not depend
@@ -16,7 +16,7 @@ are gathered when they are used, on all ranks alike.
 
 If no unit is ever evicted, ranks may use different units. Units changed by an update are then gathered in one order
 (`_order`), the same on all ranks. To gather a unit, a rank first gathers all units that precede it. Before any other
-collective, it gathers the rest.
+collective, it gathers the remaining units.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Gather:
         self._pending = pending
 
     def done(self) -> bool:
-        return False  # ranks wait for gathers at the same points, so nothing may follow from a poll
+        return False  # ranks wait for gathers at the same points, so a poll must not have an effect
 
     def result(self) -> None:
         for pending in self._pending:

@@ -1,18 +1,18 @@
-"""Which ranks share the states, which have the same part of them, and the sums that wait for the latter.
+"""Groups of ranks: the ranks that share the states, the replicas that have the same shard, and sums over the replicas.
 
 [Note: groups of ranks]
-Neighbouring ranks, `communication.shard_size` of them, share what a stage divides: together they have all of it, and
-gather and scatter among themselves, over the fast links within a machine if that is how they are cut. The ranks at the
-same place of every such group are replicas: they have the same shard, add their gradients of it up over the slow
-links, and then compute the same update of it. By default all ranks share; at stage 0 all are replicas.
+`communication.shard_size` neighbouring ranks form a group and divide the fields that the stage divides. They gather and
+scatter among themselves: over the fast links within a machine, if each group is within one machine. The ranks at the
+same position of all groups are replicas: they have the same shard, sum their gradients of it over the slower links, and
+then compute the same update. By default, all ranks are one group; at stage 0, all are replicas.
 
     ranks 0 to 7 in groups of 4:   sharing [0 1 2 3] [4 5 6 7]   replicas [0 4] [1 5] [2 6] [3 7]
 
 [Note: replicas add up once a step]
-Ranks that share states in groups reduce gradients in two sums: within the group, in every micro-batch from stage 2 on,
-and over the replicas of a shard, on slower links. The second sum can wait for the last micro-batch if the shard's sum
-so far stays on the compute device. `initialize` decides which units have room for that, the same on all ranks. The
-replicas of the other units add up in every micro-batch.
+With groups, gradients are reduced in two sums: over the ranks of a group, in every micro-batch from stage 2 on, and
+over the replicas of a shard, on slower links. The second sum can wait for the last micro-batch if the compute device
+keeps the shard's sum of the earlier micro-batches. `initialize` decides for which units there is memory for that, the
+same units on all ranks. For the other units, the replicas add up in every micro-batch.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Groups:
     """The ranks of one run, see [Note: groups of ranks].
 
     Attributes:
-        all: of them.
-        sharing: those whose shards are the whole together with this rank's, in their order.
-        replicas: those that have the same shard.
+        all: all ranks.
+        sharing: the ranks of this rank's group, whose shards together are the whole, in order.
+        replicas: the ranks that have the same shard as this one.
     """
 
     all: Ranks = ALONE
@@ -41,13 +41,13 @@ class Groups:
 
     @staticmethod
     def of(ranks: Ranks, sharding: Sharding) -> Groups:
-        """The groups of ranks that share like this; all ranks call this together.
+        """Return the groups for this sharding. All ranks call this together.
 
         Raises:
-            RankError: the others have not come.
+            RankError: another rank did not call this in time.
         """
         first = ranks.rank // sharding.count * sharding.count
-        # On all ranks in this order, or two of them would wait for one another.
+        # In this order on all ranks. Otherwise two of them would wait for each other.
         sharing = ranks.part(range(first, first + sharding.count), "the ranks that share the states")
         with_this_shard = range(ranks.rank % sharding.count, ranks.size, sharding.count)
         replicas = ranks.part(with_this_shard, "the ranks that have the same shard")
@@ -55,15 +55,15 @@ class Groups:
 
 
 class PartialSum:
-    """This rank's shard of a unit's gradients, summed over its group only, in the micro-batches of a step so far.
+    """This rank's shard of a unit's gradients, summed over its group and over the micro-batches of the step so far.
 
     Args:
         numel: elements of the shard.
         dtype: dtype of the sum.
 
     Attributes:
-        held: a sum exists or is arriving, and is not added over the replicas yet.
-        present: indices of parameters with a gradient of this rank in it.
+        held: whether a sum exists or is arriving that is not yet added over the replicas.
+        present: indices of the parameters for which the sum contains a gradient of this rank.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -97,5 +97,5 @@ class PartialSum:
         self._begun = True
 
     def add_to(self, shard: torch.Tensor) -> None:
-        """Replace the last micro-batch's shard, in place, by the sum of all."""
+        """Replace the shard of the last micro-batch, in place, by the sum over all micro-batches."""
         shard.copy_(self.values.add_(shard))

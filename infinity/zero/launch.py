@@ -1,11 +1,11 @@
-"""How this process was started: alone, or by a launcher as one rank of several. Reads the environment, changes nothing.
+"""Find out from the environment how this process was started: alone, or by a launcher as one of several ranks.
 
 [Note: what means several processes]
-`WORLD_SIZE` decides where it is set: torchrun and `infinity run` set it, and 1 is one who trains alone whatever else is
-there. Without it, mpirun's variables say how many it has started, and srun's those of a job step. A batch script is no
-step with tasks of its own: it has `SLURM_NTASKS` and is one process; so has the shell of salloc, and one that
-`srun --pty` gives. A process that one of them has started beside others, but that cannot know where they meet, would
-train alone under the name of rank 0, and so would all the others: it is refused.
+If `WORLD_SIZE` is set, it decides: torchrun and `infinity run` set it, and with 1 the process trains alone, whatever
+other variables are set. Without it, mpirun's variables contain the number of its processes, and srun's variables the
+number of tasks of a job step. `SLURM_NTASKS` alone is not enough: a batch script, the shell of salloc and a shell of
+`srun --pty` have it, and each of them is one process. If a launcher started several processes, but a process does not
+know where they meet, each of them would train alone as rank 0. Such a process is refused.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _HOW = (
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those that were started together.
+    """This process among the processes that were started together.
 
     Attributes:
-        rank, size: which of how many.
-        local_rank: which of those on this machine.
-        local_size: how many on this machine, as far as the launcher says; else 1.
-        address: where they meet, as torch's `init_method`.
+        rank, size: number of this process, and number of all processes.
+        local_rank: number of this process among the processes on this machine.
+        local_size: number of processes on this machine, if the launcher says it; else 1.
+        address: where the processes meet, as torch's `init_method`.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables of a launcher; of several names the first one that is set counts."""
+    """The names of a launcher's variables."""
 
     rank: str
     size: str
@@ -66,10 +66,10 @@ _OLD_STEP = _Launcher("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NT
 
 
 def launch_of(environment: Mapping[str, str]) -> Launch | None:
-    """How a process with this environment was started; None if it is alone.
+    """Return how a process with this environment was started; None if it is alone.
 
     Raises:
-        ConfigError: several were started, but they cannot meet: a variable is missing, or is no number.
+        ConfigError: several processes were started, but they cannot meet: a variable is missing, or is no number.
     """
     launcher = _launcher(environment)
     if launcher is None:
@@ -95,23 +95,26 @@ def launch_of(environment: Mapping[str, str]) -> Launch | None:
 
 
 def local_size(environment: Mapping[str, str]) -> int:
-    """How many processes were started on this machine, as far as the environment says."""
+    """Return the number of processes that were started on this machine; 1 if the environment does not say it."""
     launcher = _launcher(environment) or _TORCHRUN
     return max(1, _number(environment, launcher.local_size, 1))
 
 
 def _launcher(environment: Mapping[str, str]) -> _Launcher | None:
-    """What has started several processes, of which this is one; see [Note: what means several processes]."""
+    """Return the launcher that started this process as one of several; None if it is alone.
+
+    See [Note: what means several processes].
+    """
     if environment.get("WORLD_SIZE") or _number(environment, "RANK", 0) > 0:
         return _TORCHRUN if _number(environment, "WORLD_SIZE", 2) > 1 else None
     for launcher in _MPI:
         if _number(environment, launcher.size, 1) > 1 or _number(environment, launcher.rank, 0) > 0:
             return launcher
-    if environment.get("SLURM_PTY_PORT"):  # a shell, whatever it was given
+    if environment.get("SLURM_PTY_PORT"):  # a shell, whatever the other variables are
         return None
     if environment.get(_STEP.size):
         return _STEP if _number(environment, _STEP.size) > 1 else None
-    # Numbers beyond those of steps are the batch script's and the interactive shell's.
+    # Larger numbers are not of job steps, but of the batch script and of the interactive shell.
     in_step = 0 <= _number(environment, "SLURM_STEP_ID", -1, words=True) < 1 << 31
     several = _number(environment, _OLD_STEP.size, 1) > 1
     return _OLD_STEP if _number(environment, _OLD_STEP.rank, 0) > 0 or (in_step and several) else None
@@ -123,10 +126,10 @@ def _address(environment: Mapping[str, str]) -> str:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None, *, words: bool = False) -> int:
-    """A variable's number, or the default if it is not set.
+    """Return a variable's number, or the default if it is not set.
 
     Args:
-        words: anything else stands for the default, too.
+        words: whether a value that is no number also means the default.
     """
     text = environment.get(name, "")
     if not text and default is not None:

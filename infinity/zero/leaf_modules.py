@@ -1,7 +1,7 @@
-"""Leaf modules: those that are gathered whole, as experts of which ranks use different ones.
+"""Leaf modules are gathered whole: for example, mixtures of experts in which ranks use different experts.
 
-Each is one unit, or part of one, however large it is. A list of modules is never called, so the module that has it is
-gathered whole in its place.
+A leaf is one unit, or a part of one unit, however large it is. A list of modules is never called, so the module that
+contains the list is gathered whole in its place.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from infinity.config import LeafModules
 
 _log = logging.getLogger(__name__)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
-_MARK = "_z3_leaf"  # an attribute of the module, which its copies have; accelerate's users read it
+_MARK = "_z3_leaf"  # an attribute of the module, which copies of it keep; accelerate's users read it
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Have the modules of these classes be leaves, from the next `initialize` on.
+    """Mark the modules of these classes as leaves, for the next `initialize`.
 
     Args:
-        leaf_module_classes: classes, or their names with or without their modules'.
+        leaf_module_classes: classes, or names of classes, with or without the name of their Python module.
 
     Returns:
         The modules of these classes.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no such module.
     """
     return _find(model, list(leaf_module_classes), raise_if_not_found, add=True)
 
@@ -38,32 +38,32 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """The inverse."""
+    """Remove the mark of `set_z3_leaf_modules`."""
     return _find(model, list(leaf_module_classes), raise_if_not_found, add=False)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Have one module be a leaf, or be none."""
+    """Mark one module as a leaf, or remove its mark."""
     setattr(model, _MARK, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The leaves in a model."""
+    """Return the modules of a model that are marked as leaves."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """The module is a leaf."""
+    """Whether the module is marked as a leaf."""
     return bool(getattr(model, _MARK, False))
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """The same by names as `named_modules` has them; the modules, and names that none has.
+    """Mark modules by their names in `named_modules`. Return the modules, and the names that no module has.
 
     Raises:
-        ValueError: there is such a name.
+        ValueError: `raise_if_not_found`, and no module has one of the names.
     """
     return _mark_found(model, _by_name(model, module_names), "named", flag, raise_if_not_found)
 
@@ -71,16 +71,16 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """The same by the ends of such names; the modules, and ends that none has.
+    """Mark modules by the ends of their names. Return the modules, and the ends that no name has.
 
     Raises:
-        ValueError: there is such an end.
+        ValueError: `raise_if_not_found`, and no name has one of the ends.
     """
     return _mark_found(model, _by_suffix(model, module_name_suffixes), "matching suffixes", flag, raise_if_not_found)
 
 
 def apply_leaf_modules(model: nn.Module, named: LeafModules) -> None:
-    """Have those be leaves that a configuration names, as far as the model has them."""
+    """Mark the modules that a configuration names as leaves. Log a warning for names that the model does not have."""
     found = _named(model, named)
     _mark((module for _, members in found for module in members), True)
     unknown = [name for name, members in found if not members and name not in named.classes]
@@ -89,7 +89,7 @@ def apply_leaf_modules(model: nn.Module, named: LeafModules) -> None:
 
 
 def called_leaves(model: nn.Module, named: LeafModules) -> frozenset[nn.Module]:
-    """The leaves in a model, also those that are only named; for lists of modules those that have them."""
+    """Return the leaves of a model, marked or named; in the place of a list of modules, the module that contains it."""
     leaves = {module for _, members in _named(model, named) for module in members}
     found = set()
     stack = [(model, model)]
@@ -127,7 +127,7 @@ def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> l
 def _mark_found(
     model: nn.Module, found: _Found, named: str, flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    """The modules, marked, and the names of none."""
+    """Mark the found modules. Return them, and the names without a module."""
     missing = [name for name, members in found if not members]
     if missing and raise_if_not_found:
         raise ValueError(f"No modules {named} {missing} found in model {model}")
@@ -135,7 +135,7 @@ def _mark_found(
 
 
 def _mark(modules: Iterable[nn.Module], flag: bool) -> list[nn.Module]:
-    """Each of them once, marked."""
+    """Set the mark of these modules to `flag`. Return each of them once."""
     marked = list(dict.fromkeys(modules))
     for module in marked:
         set_z3_leaf_module(module, flag)

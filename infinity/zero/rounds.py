@@ -17,7 +17,7 @@ class Paused(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether its forward has reached the loss."""
+        """Whether its forward pass has reached the loss."""
         ...
 
 
@@ -29,22 +29,22 @@ class Rounds(ABC, Generic[PausedT, UnitT]):
     """Run forward and backward of all micro-batches of a step, see [Note: layer-major micro-batches].
 
     Attributes:
-        running: the round that runs; round 0 is the part before the first block.
-        block_of: block by round.
+        running: number of the running round; round 0 is the part before the first block.
+        block_of: the block of each round.
     """
 
     def __init__(self) -> None:
         self.running = 0
         self.block_of: dict[int, int] = {}
-        self._first_use: dict[UnitT, int] = {}  # its round
+        self._first_use: dict[UnitT, int] = {}  # the round of a unit's first use
 
     def uses(self, units: Sequence[UnitT]) -> None:
-        """Note a use of the units in the running round of the forward."""
+        """Record a use of the units in the running round of the forward pass."""
         for unit in units:
             self._first_use.setdefault(unit, self.running)
 
     def go(self, micro_batches: Sequence[PausedT]) -> None:
-        """Run them all, from before their start to the end of backward."""
+        """Run the forward and backward passes of all micro-batches."""
         waiting = going = micro_batches
         while waiting:
             for micro_batch in going:
@@ -76,7 +76,7 @@ class Rounds(ABC, Generic[PausedT, UnitT]):
 
     @abstractmethod
     def _go_on(self, micro_batch: PausedT, round_index: int) -> None:
-        """Run the backward of the piece before the block that it has entered in this round, if it has."""
+        """If the micro-batch has entered a block in this round, run the backward of the piece before this block."""
 
     @abstractmethod
     def _complete(self, units: Sequence[UnitT]) -> None:

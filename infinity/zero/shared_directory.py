@@ -1,4 +1,4 @@
-"""Which ranks see the same directory. Paths prove nothing: every machine may have one of this name of its own."""
+"""Find out which ranks see the same directory. The path is no proof: each machine may have its own one of this name."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 from infinity.zero.ranks import Ranks
 
-MARK = ".tmp-rank-"  # what a rank leaves in a directory for the others to find
+MARK = ".tmp-rank-"  # prefix of the file that a rank creates in a directory for the others to find
 
 
 def directory_leaders(ranks: Ranks, directory: Path) -> list[int]:
-    """For every rank, the lowest rank whose `directory` is the same one.
+    """Return, for every rank, the lowest rank whose `directory` is the same one.
 
-    All ranks call this together. Each leaves a file whose name nobody can know beforehand, and looks for the others'
-    by name: a name that was never looked up is in no cache of a network filesystem.
+    All ranks call this together. Each creates a file with a random name, and looks for the files of the others by name.
+    No cache of a network filesystem contains a name that was never looked up.
 
     Raises:
-        CheckpointError: a rank cannot write there.
-        OSError: this one cannot.
+        CheckpointError: another rank cannot write to its directory.
+        OSError: this rank cannot write to its directory.
     """
     if ranks.size == 1:
         return [0]

@@ -1,12 +1,12 @@
-"""Which modules of a model have units of their own. Pure: of a model's structure and sizes.
+"""Decide which modules of a model have units of their own, from the model's structure and sizes alone.
 
 [Note: blocks that are cut]
-A block is one unit as long as it is no larger than a limit. Of a larger one, the largest modules in it become units of
-their own, each gathered for its own forward and backward alone, and cut in the same way if it is still too large; what
-is left (norms, parameters of the block itself) stays the block's unit, which is there while the block runs, and is kept
-to a small share of the limit if the modules allow it. One module's own parameters are never divided: for those there is
-`TiledLinear`. Nothing about the numbers follows from where a block is cut. A leaf (leaf_modules.py) is never cut, and
-is one unit outside of blocks, too.
+A block that is not larger than a limit is one unit. If it is larger, its largest modules become units of their own.
+Each of these is gathered for its own forward and backward, and is cut in the same way if it is still too large. The
+remaining parameters (norms, parameters of the block itself) are the block's unit, which stays in memory while the block
+runs. They are a small share of the limit if the modules allow it. The parameters of a single module are never divided;
+`TiledLinear` does that. The cuts do not change the results. A leaf (leaf_modules.py) is never cut. It is one unit, also
+outside of blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.zero.model_parts import has_numbers, local_part
 from infinity.zero.tiling import Tile
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_REST_SHARE = 8  # of the limit: what stays in memory while the modules of a block come and go takes no larger a part
+_REST_SHARE = 8  # the block's own unit should take at most 1/8 of the limit: it stays in memory while the block runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +28,9 @@ class UnitModule:
     """A module that owns or uses units.
 
     Attributes:
-        is_block: one of those that the model is a sequence of.
-        whole: its unit has the parameters of its subtree, and small ones do not stay; else its own alone.
+        is_block: whether it is one of the modules of which the model is a sequence.
+        whole: whether its unit contains all parameters of its subtree, also small ones. If False, its unit contains
+            only the module's own parameters, and small ones stay in memory.
         apart: modules in the subtree that have units of their own.
     """
 
@@ -40,7 +41,7 @@ class UnitModule:
     apart: frozenset[nn.Module] = frozenset()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those that its forward uses, but for what is apart."""
+        """Yield the parameters of the module, and of its subtree if `whole`, except those of the modules in `apart`."""
         if not self.whole:
             yield from self.module.parameters(recurse=False)
             return
@@ -52,7 +53,7 @@ class UnitModule:
 
 
 def unit_modules(model: nn.Module, limit_numel: int | None, leaves: Set[nn.Module]) -> Iterator[UnitModule]:
-    """In definition order.
+    """Yield the modules that own or use units, in the order of their definition.
 
     Args:
         limit_numel: blocks of more elements are cut, see [Note: blocks that are cut]; None for no limit.
@@ -82,7 +83,7 @@ def unit_modules(model: nn.Module, limit_numel: int | None, leaves: Set[nn.Modul
 def _of_block(
     name: str, block: nn.Module, limit_numel: int | None, leaves: Set[nn.Module], *, is_block: bool = True
 ) -> Iterator[UnitModule]:
-    """A block, and what is apart of it."""
+    """Yield a block, and the modules in it that have units of their own."""
     apart = frozenset(_apart(block, limit_numel, leaves))
     yield UnitModule(name, block, is_block=is_block, whole=True, apart=apart)
     for part_name, part in block.named_modules(prefix=name):
@@ -91,7 +92,7 @@ def _of_block(
 
 
 def _apart(module: nn.Module, limit_numel: int | None, leaves: Set[nn.Module]) -> Iterator[nn.Module]:
-    """Modules in the subtree that are to be units of their own."""
+    """Yield the modules in the subtree that become units of their own."""
     tiles: set[nn.Module] = {part for part in module.modules() if part is not module and isinstance(part, Tile)}
     yield from tiles
     if limit_numel is None or module in leaves or _numel(module, tiles) <= limit_numel:
@@ -108,7 +109,7 @@ def _apart(module: nn.Module, limit_numel: int | None, leaves: Set[nn.Module]) -
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that it calls: its children, and those of containers, which are not called, in their place."""
+    """Yield the children of a module. In the place of a container, which is never called, yield its children."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _parts(child)
@@ -117,7 +118,7 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _numel(module: nn.Module, without: set[nn.Module]) -> int:
-    """Elements of its distinct floating-point parameters, but for those of some modules."""
+    """Return the elements of the distinct floating-point parameters of a module, without the modules in `without`."""
     found = UnitModule("", module, whole=True, apart=frozenset(without - {module})).parameters()
     distinct = {id(param): param for param in found if has_numbers(param)}
     return sum(local_part(param).numel() for param in distinct.values())
