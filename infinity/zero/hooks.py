@@ -4,16 +4,17 @@
 The forward of a module with units begins with `enter` and ends with `leave`. The backward of the same call needs two
 more events. It begins when one of the call's outputs gets its first gradient (a hook on the outputs). It is over when
 autograd runs a node that is older than the call: autograd runs the newest ready node first, and a node waits only for
-newer ones, so no node of the call is left then. Hooks on the outputs and inputs of all calls show which node runs. If
-no node made a call's inputs (an embedding, a checkpoint with its own graph), no older node follows. Such a call ends at
-the end of autograd's pass. On a single rank, it ends earlier if all parameters of its units have got their gradients;
-ranks may differ in which parameters get one. Calls whose backward never begins, such as those of a recomputation, hold
-nothing.
+newer ones, so no node of the call remains then. Hooks on the outputs and inputs of all calls show which node runs. If
+a call's inputs have no autograd node (an embedding, a checkpoint with its own graph), no older node follows. Such a
+call ends at the end of autograd's pass. On a single rank, it ends earlier, when all parameters of its units have their
+gradients; on several ranks this is not possible, because different parameters may get gradients. Calls whose backward
+never begins, such as the calls of a recomputation, pin nothing.
 
 [Note: nothing of ours in the graph]
 An autograd node of our own, at the inputs of a call, would also run at the end of the call's backward. But with this
-node, autograd would first sum the gradients of an input within the call, and then add those of its other uses. A sum in
-another order has other bits, which would then depend on the units that can be evicted. Hooks on tensors change no sum.
+node, autograd would first sum the gradients of an input within the call, and then add the gradients of its other uses.
+A sum in another order has other bits, which would then depend on the units that can be evicted. Hooks on tensors do not
+change the order.
 
 [Note: which nodes are older]
 A node's sequence number gives its age, counted by the thread that made it. A reentrant checkpoint records and runs a
@@ -22,13 +23,13 @@ autograd pass in which it began.
 
 [Note: uses that no output shows]
 Backward may reach a weight before it reaches the call's outputs (a loss that the module keeps in an attribute, outputs
-in an object that hides them), or after an older node of another thread. So the result of every function that was given
-a parameter of such a unit has a hook, too, and its gradient begins the call again. The same watch finds parameters of
+in an object that hides them), or after an older node of another thread. So the result of every function with such a
+parameter as argument also has a hook, and its gradient begins the call again. `ParameterReads` also finds parameters of
 other modules; their units join the call that reads them.
 
 [Note: tensors within a transform]
-Inside `torch.vmap` a module gets wrapper tensors that claim to need no gradient. Autograd records operations on the
-tensors inside them. So hooks are registered at every level that needs a gradient.
+Inside `torch.vmap`, a module gets wrapper tensors with `requires_grad` False. Autograd records the operations on the
+tensors inside them. So hooks are registered at every level that requires a gradient.
 
 [Note: parameters that forward changes]
 `nn.Embedding(max_norm=...)`, a momentum encoder or an initialisation by the first batch change parameters in the
@@ -38,16 +39,16 @@ forward pass. The eviction of the unit would lose such a change, so it is refuse
 In one backward pass autograd sums all uses of a parameter before it delivers the gradient. Under reentrant
 checkpointing, every checkpoint is a backward pass of its own, so a unit that several calls use gets its gradients in
 parts, and must not be updated before the last part. The forward pass shows such calls: they run in the forward of an
-autograd function, which backward repeats. (Torch disables forward-mode gradients there too, and not in `no_grad`.) The
-forward pass does not show passes that a hook or a function of the user runs within backward. So if a gradient comes in
-an inner pass, more may come, unless the unit is called once: by a module that checkpoints within its forward, or whose
-call a checkpoint repeats.
+autograd function, which backward repeats. (Torch also disables forward-mode gradients in such a function, unlike in
+`no_grad`.) The forward pass does not show passes that a hook or a function of the user runs within backward. So after a
+gradient from an inner pass, more gradients may come, unless the unit is called once: by a module that checkpoints
+within its forward, or whose call a checkpoint repeats.
 
 [Note: values without a gradient]
-A parameter has its last gradient when backward has run all functions that pass one to it. A function that was given
-`weight.detach()` or `weight.data` passes none, and its backward may read the values later. A checkpoint may read
-values under `no_grad`, and reads them again when backward repeats it. So these units are updated at the end of
-backward.
+A parameter has its last gradient when backward has run all functions that pass a gradient to it. A function with the
+argument `weight.detach()` or `weight.data` passes none, and its backward may read the values later. A checkpoint may
+read values under `no_grad`, and reads them again when backward repeats it. So the units of such parameters are updated
+at the end of backward.
 """
 
 from __future__ import annotations
@@ -83,13 +84,13 @@ class Listener:
         """Called before a use of the units; returns when their values are in place."""
 
     def backward_enter(self, units: tuple[Unit, ...]) -> None:
-        """As `enter`, for the backward of a call; with no units at the start of a backward pass."""
+        """Called like `enter`, for the backward of a call; with no units at the start of a backward pass."""
 
     def leave(self, units: tuple[Unit, ...], *, ends_forward: bool = False) -> None:
         """Called at the end of a use after `enter` or `backward_enter`, unless that raised.
 
         Args:
-            ends_forward: it is the end of the outermost forward call of a watched module.
+            ends_forward: whether it is the end of the outermost forward call of a watched module.
         """
 
     def backward_left(self, units: tuple[Unit, ...]) -> None:
@@ -99,7 +100,7 @@ class Listener:
         """Called before `gradient_ready` if more gradients of the unit may come before backward ends.
 
         Args:
-            again: this parameter has had a gradient in this backward pass.
+            again: whether this parameter has already had a gradient in this backward pass.
         """
 
     def gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:
@@ -115,13 +116,14 @@ class _UnitUses:
 
     Attributes:
         unit: its row.
-        followed: backward enters and leaves it.
+        followed: whether the hooks report when backward enters and leaves it.
         awaited: number of its gradients in a backward pass.
-        arrived: number of gradients that have come in the running backward pass.
-        calls: number of calls in training forward passes whose backward is to come.
-        repeats: one of them ran in an autograd function, and backward repeats it.
-        constant: backward may read values of it that pass no gradient on, see [Note: values without a gradient].
-        calls_within: number of calls that the running backward pass has made: repeated ones, and those of hooks.
+        arrived: number of gradients that have arrived in the running backward pass.
+        calls: number of calls in training forward passes whose backward has not ended.
+        repeats: whether one of these calls ran in an autograd function, so that backward repeats it.
+        constant: whether backward may read values of it without passing a gradient, see
+            [Note: values without a gradient].
+        calls_within: number of calls that the running backward pass has made: repeated calls, and calls of hooks.
         had: the parameters that have had a gradient in the running backward pass.
     """
 
@@ -150,11 +152,11 @@ class Hooks:
 
     Args:
         units: the rows of all units.
-        lent: identities of parameters that lie outside of their units for now.
-        alone: there is one rank, so events need not come in the same order as on other ranks.
+        lent: identities of lent parameters.
+        alone: whether there is one rank, so that events need not come in the same order as on other ranks.
 
     Attributes:
-        thread: the one that runs the model's forward.
+        thread: the thread that runs the model's forward.
     """
 
     def __init__(
@@ -208,7 +210,7 @@ class Hooks:
         """Run the model's forward inside.
 
         Args:
-            training: a backward pass will follow.
+            training: whether a backward pass will follow.
         """
         self._counting = training
         if training:
@@ -317,7 +319,7 @@ class Hooks:
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def _refuse_views(self, output: Any) -> None:
-        """Refuse a result that lies in the memory of a unit that is evicted: a later read would crash the process."""
+        """Refuse a result in the memory of a unit that can be evicted: a later read would crash the process."""
         for tensor in _tensors(output):
             param = self._reads.parameter_of(tensor)
             if param is not None and param != id(tensor) and self._uses_of[param].unit.offloaded:
@@ -333,7 +335,7 @@ class Hooks:
         self._note_pass()
 
     def _note_pass(self) -> None:
-        """Note autograd's number of the running pass, if one runs. Inner passes have the higher numbers."""
+        """Record autograd's number of the running pass, if one runs. Inner passes have higher numbers."""
         running = torch._C._current_graph_task_id()
         if running >= 0 and (self._outermost is None or running < self._outermost):
             self._outermost = running
@@ -342,7 +344,7 @@ class Hooks:
         """Enter units whose parameters a torch function is about to read; see [Note: uses that no output shows]."""
         running = self._running
         if not running:
-            return None  # an interrupt came before the call was noted, see `abandon`
+            return None  # an interrupt came before the call was recorded, see `abandon`
         call = running[-1]
         if self._counting and not torch.is_inference_mode_enabled():
             for param, each in constant.items():
@@ -374,7 +376,7 @@ class Hooks:
                 if _may_be_repeated():
                     for each in units:
                         each.constant = True
-                return  # backward passes no gradient to them here
+                return  # this use passes no gradient to them
             for each in units:
                 each.calls += 1
                 each.repeats |= not records
@@ -388,7 +390,7 @@ class Hooks:
     def _watch_parameter(self, param: nn.Parameter, each: _UnitUses, index: int) -> None:
         def ready(param: torch.Tensor) -> None:
             if param.grad is None:
-                return  # a user's hook has taken it: for torch the parameter has no gradient in this pass
+                return  # a user's hook has removed it: for torch, the parameter has no gradient in this pass
             self._look_for_parts(each, index)
             self._listener.gradient_ready(each.unit, index, param)  # type: ignore[arg-type]
             each.arrived += 1
@@ -423,10 +425,10 @@ class Hooks:
 
 
 def _may_be_repeated() -> bool:
-    """Whether backward may run the present code again: a checkpoint that is not reentrant hooks what autograd saves."""
+    """Whether backward may run the current code again: a non-reentrant checkpoint sets hooks on saved tensors."""
     hooks_on_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     if hooks_on_top is None:
-        return True  # torch before 2.8 does not tell
+        return True  # unknown before torch 2.8
     hooks = hooks_on_top(True)
     return hooks is not None and not hooks[0].__module__.startswith("infinity.")
 
@@ -464,13 +466,13 @@ class _Call:
     The graph holds the call through its hooks. A reference back to the graph would keep it alive forever.
 
     Attributes:
-        units: entered by the call so far.
-        followed: units among them that backward enters and leaves, too.
+        units: units that the call has entered so far.
+        followed: the `followed` units among them, see `_UnitUses`.
         entered: units that its backward has entered.
-        first_node: the sequence number of the first autograd node that the call may have made.
-        has_inputs: autograd continues from the call to older nodes.
-        watches: the watch on reads began with the call, and ends with it.
-        claims: the call's thread holds the model until the call ends.
+        first_node: sequence number of the first autograd node that the call may have created.
+        has_inputs: whether autograd continues from the call to older nodes.
+        watches: whether `ParameterReads` was activated for the call, and must be deactivated at its end.
+        claims: whether the call's thread holds the model until the call ends.
     """
 
     def __init__(
@@ -507,8 +509,8 @@ class _Call:
         if torch.is_grad_enabled():  # the graph of this backward would hold weights that are evicted at its end
             raise InfinityError(
                 "backward with create_graph=True (torch.func's grad is one) goes through units that leave memory or "
-                "are divided among ranks, and a second backward would read weights that are gone: train on one rank "
-                'with parameters that stay (zero_optimization.offload_param.device "none"), or leave create_graph out'
+                "are divided among ranks, and a second backward would read freed weights: train on one rank with "
+                'parameters that stay (zero_optimization.offload_param.device "none"), or leave create_graph out'
             )
         self._begun.begin(self, node)
 
@@ -525,7 +527,7 @@ class _Begun:
         self._pass_of: dict[_Call, int] = {}  # the autograd pass in which the call has begun
 
     def begin(self, call: _Call, node: int) -> None:
-        """Begin a call, to which the node belongs that autograd is about to run."""
+        """Begin a call. Autograd is about to run `node`, which belongs to it."""
         self.end_newer(node)  # first: two successive calls must not both be in memory
         if call in self._pass_of:
             return
@@ -563,7 +565,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensor and those wrapped by it, see [Note: tensors within a transform]."""
+    """Yield the tensor, and the tensors inside of it, see [Note: tensors within a transform]."""
     yield tensor
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
@@ -571,7 +573,7 @@ def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _recorded(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that autograd has made, at every level."""
+    """Yield the tensors that have an autograd node, at every level."""
     for tensor in _tensors(value):
         for level in _levels(tensor):
             if level.requires_grad and level.grad_fn is not None:
@@ -585,10 +587,10 @@ def _node_of(tensor: torch.Tensor) -> int:
 
 
 def _recorded_with_bases(result: Any, given: Any) -> Iterator[torch.Tensor]:
-    """As `_recorded`, plus the bases of views in the result, unless they were given.
+    """Yield the tensors of `_recorded`, and the bases of views in the result that are not in `given`.
 
     If a view is changed in place later, such as a linear layer's output (`hidden += residual`), autograd gives it a new
-    history. That has the hooks of its base, but not the view's own.
+    history. This history has the hooks of the base, but not the view's own.
     """
     yield from _recorded(result)
     bases = [tensor._base for tensor in _tensors(result) if tensor._base is not None]

@@ -1,4 +1,4 @@
-"""The values that a model comes to `initialize` with: taken out of it unit by unit, and given back if that fails."""
+"""The values that a model has at `initialize`: take them out unit by unit, and give them back if `initialize` fails."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ class WeightSource(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def read(self, name: str) -> torch.Tensor:
-        """The values, in the parameter's shape and in any floating-point dtype."""
+        """Return the values, in the parameter's shape and in any floating-point dtype."""
 
 
 @runtime_checkable
 class FilesSource(WeightSource, Protocol):
-    """Values in files, which may be used where they lie, or read in parts."""
+    """Values in files, which may be used in place, or read in parts."""
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where the values are; None where they are to be copied."""
+        """Return the place of the values in a file; None if they must be copied."""
 
     def fingerprint(self, name: str) -> str:
-        """What tells a parameter's values from others, whatever directory they are in."""
+        """Return a string that depends on the parameter's values and not on their directory."""
 
     def read_slice(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Neighbouring elements of the values, flat."""
+        """Return consecutive elements of the values, flat."""
 
 
 @dataclass
 class _Original:
-    """A parameter as the model came with it.
+    """A parameter as it was before `initialize`.
 
     Attributes:
-        values: None for one on the meta device, and once the tiers alone have them.
+        values: None for a parameter on the meta device, and when only the tiers have the values.
         like: shape, strides and dtype of the values, without memory.
-        places: modules that held it when it was on the meta device, and under which names.
+        places: for a parameter on the meta device: the modules that contain it, and its names in them.
     """
 
     param: nn.Parameter
@@ -66,16 +66,17 @@ class _Original:
 
 
 class InitialValues:
-    """The values that the model came with, or where they are, or how to make them.
+    """The initial values of a model's parameters: the model's own, stored ones, or ones that a function creates.
 
-    `detach` takes them out of the model: meta parameters are replaced by real ones of the same shape (tied ones stay
-    tied), and the others are left without memory of their own once the tiers have their values.
+    `detach` takes the values out of the model. It replaces meta parameters by real ones of the same shape (tied
+    parameters stay tied). All others have no memory of their own after the tiers have their values.
 
     Args:
-        init_function: makes the values of parameters on the meta device, and of those built under `zero.Init`; None for
-            the model's own rule, for the former.
-        weights: stored values of the same.
-        keep: hold what has memory until all is over, since the tiers of this process will not have all of it.
+        init_function: creates the values of parameters on the meta device, and of parameters built under `zero.Init`.
+            None to create the values of parameters on the meta device by the model's own rule.
+        weights: stored values for these parameters.
+        keep: whether to keep the model's own values until `initialize` has succeeded, because the tiers of this process
+            will not have all of them.
     """
 
     def __init__(
@@ -100,14 +101,14 @@ class InitialValues:
 
     @property
     def made(self) -> Set[str]:
-        """Parameters whose values are read or made here, not the model's own."""
+        """Parameters whose values are read or created, instead of taken from the model."""
         return self._valueless
 
     def in_files(self, trained: Container[str], ranks: Ranks) -> dict[str, StoredTensor]:
-        """Where the values of frozen parameters are that stay there.
+        """Return the places of the frozen parameters that are used in place, in the user's files.
 
         Raises:
-            InfinityError: the ranks have other files.
+            InfinityError: the ranks have different files.
         """
         if not isinstance(self._weights, FilesSource):
             return {}
@@ -126,7 +127,7 @@ class InitialValues:
         return found
 
     def detach(self) -> None:
-        """Leave the model's parameters without values."""
+        """Take the values out of the model's parameters."""
         for name, param in list(self._model.named_parameters()):
             if not has_numbers(param):
                 continue
@@ -142,29 +143,29 @@ class InitialValues:
                 set_local_part(param, _placeholder(values))
 
     def stored_alike(self, ranks: Ranks) -> Set[str]:
-        """Parameters that each of several ranks may read for itself, a part at a time: all have the same in files."""
+        """Return the parameters that each of several ranks can read from its own files, because all files are equal."""
         keys = {name: key for name in sorted(self._valueless) if (key := self._stored(name)) is not None}
         return keys.keys() if ranks.others_have(lambda: self._fingerprint(keys)) else frozenset()
 
     def _fingerprint(self, keys: Mapping[str, str]) -> str | None:
-        """Of these parameters as they are stored; None where they cannot be read in parts."""
+        """Return a fingerprint of the stored values of these parameters; None if they cannot be read in parts."""
         if not isinstance(self._weights, FilesSource):
             return None
         found = [(name, self._weights.fingerprint(key)) for name, key in keys.items()]
         return hashlib.sha256(repr(found).encode()).hexdigest()
 
     def read_slice(self, name: str, elements: slice) -> torch.Tensor:
-        """Neighbouring elements of a parameter that is `stored_alike`, flat."""
+        """Return consecutive elements of a parameter that is `stored_alike`, flat."""
         assert isinstance(self._weights, FilesSource)
         return self._weights.read_slice(str(self._stored(name)), elements.start, elements.stop - elements.start)
 
     # Taking out #
 
     def take(self, unit: UnitLayout) -> dict[str, torch.Tensor]:
-        """The initial values of a unit's parameters by name, flat, in the dtype they came in.
+        """Return the initial values of a unit's parameters by name, flat, in their original dtype.
 
         Raises:
-            ConfigError: a meta parameter that nothing initialises.
+            ConfigError: nothing initialises a parameter on the meta device.
         """
         for info in unit.params:
             self._read(info.name)
@@ -176,7 +177,7 @@ class InitialValues:
         return {name: value.detach().cpu().reshape(-1) for name, value in values.items() if value is not None}
 
     def placed(self, unit: UnitLayout, inexact: Container[str]) -> None:
-        """The tiers have the unit's values, but for those of `inexact` parameters as they came."""
+        """Record that the tiers have the unit's exact values, except of the parameters in `inexact`."""
         for info in unit.params:
             self._made.pop(info.name, None)
             if not self._keep and info.name not in inexact and info.name not in self._valueless:
@@ -188,7 +189,7 @@ class InitialValues:
         return None if name in self._valueless else self._originals[name].values
 
     def _read(self, name: str) -> None:
-        """Take the values of a parameter from where they are stored, if they are; an adapter has values of its own."""
+        """Read the values of a parameter if they are stored, or create them if it is an adapter's."""
         if name not in self._valueless or name in self._made:
             return
         stored = self._stored(name)
@@ -201,16 +202,16 @@ class InitialValues:
                 self._made[name] = fresh
 
     def _stored(self, name: str) -> str | None:
-        """The name under which the weights have a parameter."""
+        """Return the name under which the weights have a parameter; None if they do not have it."""
         if self._weights is None:
             return None
         return next((known for known in (name, name_before_wrapping(name)) if known in self._weights), None)
 
     def _check_weights(self) -> None:
-        """Say what the weights have not.
+        """Log the parameters that the weights do not have.
 
         Raises:
-            ConfigError: they have nothing that the model lacks.
+            ConfigError: the model needs no values, or the weights have none of its parameters.
         """
         if self._weights is not None and not self._valueless:
             raise ConfigError(
@@ -237,7 +238,7 @@ class InitialValues:
             )
 
     def _initialise(self, unit: UnitLayout) -> None:
-        """Give the modules that own the unit's parameters memory, have them initialised, and keep the values."""
+        """Give memory to the modules that own the unit's parameters, initialise them, and keep the values."""
         owners = dict.fromkeys(info.name.rpartition(".")[0] for info in unit.params)
         wanting = dict.fromkeys(info.name.rpartition(".")[0] for info in unit.params if self._value(info.name) is None)
         given: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}
@@ -264,7 +265,7 @@ class InitialValues:
     # Giving back #
 
     def read_back(self, units: Iterable[UnitLayout], stored: ReadBack) -> None:
-        """Take what the tiers alone have from there, as far as it can be read, before they go.
+        """Read the values that only the tiers have, before the tiers are closed. Log the units that cannot be read.
 
         Args:
             stored: reads the exact values of a unit's parameters, flat, by name.
@@ -288,7 +289,7 @@ class InitialValues:
         return original is not None and original.values is None and not original.places
 
     def give_back(self) -> None:
-        """Have the model be as it came."""
+        """Restore the model to its state before `initialize`."""
         for original in self._originals.values():
             if original.places:
                 _put(original.places, original.param)
@@ -300,10 +301,10 @@ class InitialValues:
 
 
 def _children_first(owners: Iterable[str], unit_name: str) -> list[str]:
-    """The owners and the modules around them within the unit, inner ones first.
+    """Return the owners, and the modules of the unit that contain them, inner ones first.
 
-    The outer ones count because an architecture's rule may be written for them (GPT-2 scales the output projections
-    of a block by name, in the module that holds them).
+    The outer modules are included because an architecture's rule may be written for them (GPT-2 scales the output
+    projections of a block by name, in the module that contains them).
     """
     names: dict[str, None] = {}
     for owner in owners:
@@ -320,7 +321,7 @@ def _placeholder(like: torch.Tensor, device: torch.device | None = None) -> torc
 
 
 def is_placeholder(values: torch.Tensor) -> bool:
-    """It is nothing but NaN: what is left in a model whose values are elsewhere, or nowhere, and in its copies."""
+    """Whether all values are NaN, as in a model, or a copy of a model, whose values an engine has or had."""
     if values.is_meta or not values.numel() or not bool(values[(0,) * values.ndim].isnan()):
         return False
     return bool(values.isnan().all())

@@ -1,9 +1,9 @@
 """Bring a model's values into the tiers, one unit at a time.
 
-A model that was built in memory gives its values up as they are moved. Of one on the meta device (see meta.py)
-each unit's values are read from where they are stored, or its modules are initialised, so that the whole model never
-exists outside of the tiers. Of several ranks, the first one's values count, which it sends to the others; but what all
-of them have in the same files each reads for itself, and only its shards.
+If the model was built in memory, the memory of its values is freed as they are moved. If it is on the meta device (see
+meta.py), each unit's values are read from their files, or the unit's modules are initialised, so that the whole model
+never exists outside of the tiers. With several ranks, rank 0 sends its values to the others. If all ranks have the same
+files, each rank reads only its shards from its own files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def materialize(runtime: Runtime, values: InitialValues, *, rounds: bool) -> Non
     """Write every unit's parameters and fresh optimizer states to their tiers.
 
     Args:
-        rounds: masters begin as what the compute dtype has of the model's values.
+        rounds: whether masters begin as the model's values rounded to the compute dtype.
     """
     partition, layout = runtime.partition, runtime.layout
     fill = partial(_fill_unit, runtime.pipeline, layout, partition, rounds=rounds)
@@ -52,7 +52,7 @@ def materialize(runtime: Runtime, values: InitialValues, *, rounds: bool) -> Non
 
 
 def materialize_zeros(runtime: Runtime) -> None:
-    """As `materialize`, of values that are loaded afterwards, but for those that stay in files."""
+    """Write zeros, because values are loaded later. Parameters that stay in the user's files have their values."""
 
     def zeros(name: str, elements: slice) -> torch.Tensor:
         return torch.zeros(elements.stop - elements.start, dtype=torch.float32, device="cpu")
@@ -69,14 +69,14 @@ def rebuild(old: Runtime, model: nn.Module, groups: Mapping[str, int], config: C
     """Lay out the states of a model whose engine is closed, with zeros for values; all ranks call this together.
 
     Args:
-        old: of the engine that was closed, whose monitor goes on.
+        old: runtime of the closed engine. The new runtime continues to use its monitor.
         model, groups, config, optimizer: see `build_runtime`.
 
     Raises:
         CapacityError: a memory budget is too small for these states.
         StorageError: an nvme path cannot be used or does not have the space.
     """
-    config = replace(config, tiering=replace(config.tiering, timeline=None))  # which has ended with the engine
+    config = replace(config, tiering=replace(config.tiering, timeline=None))  # it has ended with the old engine
     in_files = {name: place for name, place in old.in_files.items() if name not in groups}
     runtime = build_runtime(model, groups, config, optimizer, old.link, old.ranks, old.parts, (), in_files)
     try:
@@ -84,11 +84,11 @@ def rebuild(old: Runtime, model: nn.Module, groups: Mapping[str, int], config: C
     except BaseException:
         runtime.close()
         raise
-    return replace(runtime, monitor=old.monitor)  # last: tiers that cannot be filled do not close it
+    return replace(runtime, monitor=old.monitor)  # last, because `runtime.close` above would close it
 
 
 def _fetch_from_files(runtime: Runtime, unit: UnitLayout) -> None:
-    """A unit that is in files already, of which there may be room for a copy nearer by."""
+    """Materialize a unit of the user's files: refresh it if the files are its home, else copy it to its home."""
     if runtime.row(unit).params.is_stored():
         runtime.executor.refresh(runtime.row(unit))
         return
@@ -97,7 +97,7 @@ def _fetch_from_files(runtime: Runtime, unit: UnitLayout) -> None:
 
 
 def _holds(dtype: torch.dtype, values: torch.Tensor) -> bool:
-    """Every value is one of `dtype`."""
+    """Whether `dtype` holds every value exactly."""
     return torch.equal(values.to(dtype).to(values.dtype), values)
 
 
@@ -141,7 +141,7 @@ def _fill_unit(
 
 
 def resident_first(runtime: Runtime) -> list[UnitLayout]:
-    """The units in an order in which reading them back moves the fewest."""
+    """Return the units with resident ones first, so that reading them back moves the fewest units."""
     return sorted(
         runtime.partition.units,
         key=lambda unit: runtime.row(unit).residency is not Residency.RESIDENT,
@@ -149,7 +149,7 @@ def resident_first(runtime: Runtime) -> list[UnitLayout]:
 
 
 def stored_values(runtime: Runtime, unit: UnitLayout) -> dict[str, torch.Tensor]:
-    """The inverse of `materialize` on one rank: a unit's masters, and frozen parameters in compute dtype; flat."""
+    """Return a unit's masters, and frozen parameters in compute dtype, flat. Reverses `materialize` on one rank."""
     partition, layout = runtime.partition, runtime.layout
     values = {
         info.name: torch.empty(info.numel, dtype=torch.float32 if info.trainable else layout.param_dtype, device="cpu")
@@ -164,5 +164,5 @@ def stored_values(runtime: Runtime, unit: UnitLayout) -> dict[str, torch.Tensor]
             master = read_master(layout, flat[start:stop], fields)
             for part in partition.parts(unit, start, stop):
                 values[part.info.name][part.param] = master[part.start - start : part.stop - start]
-    runtime.params.discard(runtime.row(unit).params)  # these values are not read again, so not written either
+    runtime.params.discard(runtime.row(unit).params)  # they are not read again, so they need not be written
     return values

@@ -1,10 +1,10 @@
-"""Let the ranks meet before a common operation, so that a rank that comes alone does not hang.
+"""Let the ranks meet before a common operation, so that a rank that calls it alone does not hang.
 
-They meet in the store of `torch.distributed`. A collective that one rank has started alone could not be cancelled,
-would not tell which rank is missing, and could be mistaken for one of the training's.
+They meet in the store of `torch.distributed`, and not in a collective. A collective that one rank has started alone
+cannot be cancelled, does not name the missing rank, and could be matched with a collective of the training.
 
-A rank that works alone for long (it reads and writes files) reports progress, and is waited for as long as it does: a
-timeout is for silent ranks, not for a slow drive.
+A rank that works alone for long, because it reads or writes files, reports progress. The others wait as long as it
+does: the timeout is for silent ranks, not for slow drives.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Process:
     """One process.
 
     Attributes:
-        machine: the same for those that share a machine's memory, containers included.
-        namespace: of process ids.
-        started: when, in the kernel's clock, since ids are used again.
+        machine: identifies the machine, also from within containers.
+        namespace: namespace of the process id.
+        started: start time in the kernel's clock, because process ids are reused.
     """
 
     machine: str
@@ -47,7 +47,7 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """It is known to have; never of a process that cannot be seen from here."""
+        """Whether the process is known to have ended. False for a process that this one cannot see."""
         here = this_process()
         if (self.machine, self.namespace) != (here.machine, here.namespace):
             return False
@@ -75,10 +75,10 @@ def _machine() -> str:
 
 
 class OtherCallError(RankError):
-    """Ranks have called different things.
+    """Ranks have made different calls.
 
     Attributes:
-        calls: by rank.
+        calls: the call of each rank.
     """
 
     def __init__(self, words: str, calls: dict[int, str]) -> None:
@@ -91,8 +91,8 @@ class Meeting:
 
     Attributes:
         watch: names the missing rank when a wait is long.
-        processes: of the ranks, by rank; empty until they are known.
-        is_lost: a rank has been waited for in vain in a collective.
+        processes: the process of each rank; empty until they are known.
+        is_lost: whether a wait for another rank in a collective has timed out.
     """
 
     def __init__(self, group: Any) -> None:
@@ -117,15 +117,15 @@ class Meeting:
         """Block until all ranks call this with the same `what`.
 
         Raises:
-            RankError: some rank did not come within the time and reported no progress, or has ended, or came to
-                something else.
+            RankError: a rank did not call this within the time and reported no progress, or has ended, or made another
+                call.
         """
         meeting = self._passed
         others = [rank for rank in range(self._size) if rank != self._rank]
         self._arrive(str(meeting), what)
         absent = self._wait(meeting, others, timeout_s)
         if absent:
-            self._arrive("gave up", what)  # before it leaves, so that another rank finds it at one of the two
+            self._arrive("gave up", what)  # before the key is deleted, so that other ranks find one of the two
             self._store.delete_key(f"{meeting}/{self._rank}")  # its call stays: another rank may be about to read it
             self._gave_up = True
             ranks = ", ".join(map(str, absent))
@@ -186,7 +186,7 @@ class Meeting:
         return None
 
     def _wait(self, meeting: int, ranks: list[int], timeout_s: float) -> list[int]:
-        """Wait for the ranks to come to the meeting. Return the ranks that did not come in time."""
+        """Wait until the ranks are at the meeting. Return the ranks that did not come in time."""
         now_s = time.monotonic()
         heard = {rank: (self._progress(rank), now_s) for rank in ranks}  # latest report, and when it was seen
         looked_s = now_s
@@ -210,7 +210,7 @@ class Meeting:
         """Check that the ranks are alive, as far as this machine shows it.
 
         Args:
-            but_at: ranks that have come to this meeting may have ended.
+            but_at: ranks that have been at this meeting may have ended.
 
         Raises:
             RankError: one of them has ended.

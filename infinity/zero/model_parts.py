@@ -2,10 +2,10 @@
 
 [Note: tensor parallelism]
 Such a parameter is a DTensor on a mesh of processes that compute one model together. The engine uses only its local
-part: this lies in a unit, is sharded over the ranks of the other mesh dimension, updated and saved. Its gradient is a
+part, which is in a unit, is sharded over the ranks of the other mesh dimension, updated and saved. Its gradient is a
 DTensor, too, and is converted to the parameter's placement. For values of the whole model, such as the norm of the
-gradients and whether they are finite, all parts exchange theirs. A parameter that several parts hold in full counts
-once.
+gradients and whether they are finite, the processes of all parts exchange their values. A parameter that several
+processes hold in full counts once.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def model_parts(model: nn.Module, ranks: Ranks) -> ModelParts:
         ranks: the ranks that share its states.
 
     Raises:
-        ConfigError: its parameters are distributed over more than one mesh dimension, over several meshes, among the
-            ranks that shall share them, or have no values yet.
+        ConfigError: its parameters are distributed over more than one mesh dimension, over several meshes, or over the
+            ranks that also share its states; or they have no values yet.
     """
     parameters: Iterable[tuple[str, Any]] = model.named_parameters()
     meshes = {name: param.device_mesh for name, param in parameters if is_distributed(param)}
@@ -112,7 +112,7 @@ def local_part(param: Any) -> torch.Tensor:
 
 
 def set_local_part(param: Any, values: torch.Tensor) -> None:
-    """Put the parameter into the memory of `values`, with their dtype."""
+    """Point the parameter at the memory of `values`, with their dtype."""
     if not is_distributed(param):
         param.data = values
         return

@@ -1,4 +1,4 @@
-"""What a model holds beside the parameters of its units: buffers, and parameters that are integers or other codes."""
+"""Tensors of a model that are in no unit: buffers, and parameters of integers or other codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 class OutsideUnits:
-    """Places them where the model computes; `give_back` undoes it."""
+    """Moves these tensors to the compute device; `give_back` undoes it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -22,11 +22,11 @@ class OutsideUnits:
         self._parameters: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def place(self, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
-        """Move buffers and parameters of integers or other codes to the device; floating-point buffers that are part of
-        the state are cast as the parameters are. Rank 0's are taken over.
+        """Move buffers, and parameters of integers or other codes, to the device. All ranks get the values of rank 0.
 
-        Buffers that are not saved (rotary frequencies, masks) are constants of the architecture and keep the precision
-        that it chose. So do the statistics of normalisations: a step's share of them is less than 16 bits resolve.
+        Floating-point buffers that are saved are cast as parameters are. Buffers that are not saved (rotary
+        frequencies, masks) are constants of the architecture, and keep their precision. So do the statistics of
+        normalisations, because the contribution of one step is too small for 16 bits.
 
         Raises:
             ConfigError: a parameter that cannot be initialised is on the meta device, by name.
@@ -34,7 +34,7 @@ class OutsideUnits:
         for name, param in self._model.named_parameters():
             if not has_numbers(param) and not is_distributed(param):
                 self._place_parameter(name, param, device, ranks)
-        placed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # what several modules share, they share afterwards
+        placed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # modules that share a buffer share it afterwards, too
         for module in self._model.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 self._buffers.append((module, name, buffer))
@@ -54,7 +54,7 @@ class OutsideUnits:
         param.data = _from_rank_0(param.data.to(device, copy=ranks.size > 1), ranks)
 
     def give_back(self) -> None:
-        """Have the model's own be in their places again."""
+        """Restore the model's own tensors."""
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer
         for param, values in self._parameters:
@@ -62,14 +62,14 @@ class OutsideUnits:
 
 
 def codes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The values of parameters that are in no unit, by name."""
+    """Return the values of parameters that are in no unit, by name."""
     return {name: param.detach() for name, param in model.named_parameters() if not has_numbers(param)}
 
 
 def _from_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     if ranks.size > 1:
         values = buffer.detach().cpu().contiguous()
-        ranks.broadcast(values.view(-1).view(torch.uint8))  # whose every dtype travels
+        ranks.broadcast(values.view(-1).view(torch.uint8))  # as bytes, because gloo does not send every dtype
         buffer.copy_(values)
     return buffer
 
@@ -81,9 +81,9 @@ def _keeps_its_dtype(module: nn.Module, name: str, buffer: torch.Tensor) -> bool
 
 
 class WidenedParameters:
-    """Copies in the statistics' dtype in the place of a normalisation's parameters, for one forward pass of it.
+    """Replaces a normalisation's parameters by copies in the dtype of its statistics, for one forward pass of it.
 
-    torch takes inputs in 16 bits beside parameters and statistics in float32, but no parameters in 16 bits beside
+    torch accepts inputs in 16 bits with parameters and statistics in float32, but not parameters in 16 bits with
     statistics in float32. Gradients reach the parameters through the copies.
     """
 

@@ -6,8 +6,8 @@ outside of them with parameters of its own (an embedding, a head) is a unit, too
 a block or not, and each part of a block that is too large (see unit_modules.py). Small parameters, up to the
 persistence threshold, stay resident in one further unit, because moving them one by one costs more than holding them.
 
-Frozen parameters that stay in the user's files are a unit apart from the others of their module: it is never written,
-and its flat tensor is an image of the files (see infinity/tiers/weight_files.py).
+Frozen parameters that stay in the user's files are in a separate unit of their module. This unit is never written, and
+its flat tensor is an image of the files (see infinity/tiers/weight_files.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ParamInfo:
     Attributes:
         name: qualified name in the model (the first one, for tied parameters).
         shape: its shape; `numel` elements starting at `offset` of the flat tensor.
-        trainable: it has a gradient, optimizer states and a parameter group.
+        trainable: whether it has a gradient, optimizer states and a parameter group.
         group: index of its parameter group; -1 if not trainable.
     """
 
@@ -114,7 +114,7 @@ class UnitLayout:
 
 @dataclass(frozen=True)
 class ParamPart:
-    """Neighbouring elements of one parameter in a shard.
+    """Consecutive elements of one parameter in a shard.
 
     Attributes:
         start, stop: their position in the shard.
@@ -139,11 +139,11 @@ class ParamPart:
 
 @dataclass(frozen=True)
 class HookPoint:
-    """A module, and the units of its own parameters, which its forward uses; none if it has none.
+    """A module, and the units of the parameters that its forward uses.
 
     Attributes:
-        moving: a unit may be evicted, or its gradients are reduced when backward leaves the module; otherwise a use
-            only waits for updates.
+        moving: whether one of the units can be evicted, or has gradients that are reduced when backward leaves the
+            module. If False, a use only waits for updates.
     """
 
     module_name: str
@@ -179,7 +179,7 @@ class Partition:
         of: ParamInfo | None = None,
         rank: int | None = None,
     ) -> Iterator[ParamPart]:
-        """See `UnitLayout.parts`; by default of this rank's shard."""
+        """See `UnitLayout.parts`; by default for this rank's shard."""
         return unit.parts(self.sharding if rank is None else Sharding(rank, self.sharding.count), start, stop, of=of)
 
 
@@ -205,7 +205,7 @@ def make_partition(
         offloaded: parameters have a home below the device; if False, every unit is persistent.
         sharding: this rank's slice of each unit.
         watched: hooks follow every use, also of units that stay.
-        in_files: frozen parameters that stay in the user's files, which have them in `dtype`.
+        in_files: frozen parameters that stay in the user's files, with their places; the files have them in `dtype`.
         limit_numel: blocks of more elements are cut into units of their parts.
         leaves: modules that are gathered whole.
 

@@ -50,10 +50,10 @@ class Pending:
         self._timed = timed
 
     def wait(self) -> None:
-        """Block until the result is there (on CUDA: make later work on the compute stream wait for it).
+        """Block until the collective has ended (on CUDA: make later work on the compute stream wait for it).
 
         Raises:
-            RankError: another rank has failed, or has not come within the time.
+            RankError: another rank has failed, or did not take part within the time.
         """
         with self._ranks.talking(self._what):
             if not self._timed:
@@ -119,15 +119,16 @@ class Ranks:
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for the other ranks now: not for long if one has been waited for in vain.
+        """How long to wait for the other ranks now. Short if a wait for another rank has already timed out.
 
-        A pass that fails for a missing rank still waits for collectives that it has started, each for a whole timeout.
+        A pass that fails because of a missing rank still waits for the collectives that it has started. Otherwise each
+        of these waits would take a whole timeout.
         """
         is_lost = self.meeting is not None and self.meeting.is_lost
         return min(_LOOK_S, self.timeout_s) if is_lost else self.timeout_s
 
     def note_loss(self) -> None:
-        """Note that another rank has been waited for in vain. Its collective keeps the group busy for good."""
+        """Record that a wait for another rank has timed out. Its collective keeps the group busy for good."""
         if self.meeting is not None:
             self.meeting.is_lost = True
 
@@ -152,16 +153,16 @@ class Ranks:
         return replace(ranks, neighbours=machines.count(machines[ranks.rank]))
 
     def part(self, members: Sequence[int], what: str) -> Ranks:
-        """Return a part of these ranks, with groups of its own; this rank is in it.
+        """Return the part of these ranks that contains this rank, with process groups of its own.
 
-        All ranks call this together, each with its own part, so that every rank is in one.
+        All ranks call this together, each with its own part, so that every rank is in a part.
 
         Args:
-            members: in ascending order.
+            members: the ranks of the part, in ascending order.
             what: the name of the part, for messages.
 
         Raises:
-            RankError: the other ranks have not come.
+            RankError: another rank did not call this in time.
         """
         if len(members) == 1:
             return ALONE
@@ -188,7 +189,7 @@ class Ranks:
         )
 
     def together(self, what: str) -> None:
-        """Block until all ranks have come to the same call, before anything is exchanged. Does nothing with one rank.
+        """Block until all ranks have made the same call, before anything is exchanged. Does nothing with one rank.
 
         Args:
             what: the call as a user writes it, such as `engine.save_checkpoint()`.
@@ -231,7 +232,7 @@ class Ranks:
             return Pending(self, what, work, timed=tensors[0].device.type == "cpu")
 
     def any_of(self, flags: torch.Tensor) -> Pending:
-        """Start to combine bytes in host memory, in place: a byte that is not 0 on some rank becomes so on all."""
+        """Start to replace each byte, in host memory and in place, by its maximum over the ranks."""
         return self._combine(flags, dist.ReduceOp.MAX, "an agreement")
 
     def any(self, flag: bool) -> bool:
@@ -248,7 +249,7 @@ class Ranks:
         return float(self._combined(total, dist.ReduceOp.SUM, "the sum of the squared gradients"))
 
     def same(self, number: int) -> bool:
-        """Whether all ranks have this number."""
+        """Whether all ranks call this with the same number."""
         ends = self._combined(torch.tensor([number, -number], dtype=torch.int64, device="cpu"), dist.ReduceOp.MAX)
         return int(ends[0]) == -int(ends[1])
 
@@ -317,7 +318,7 @@ class Ranks:
     ) -> list[Result]:
         """Run `action` on every rank. Every rank gets all results, which are plain, by rank.
 
-        A slow rank is waited for as long as it calls `progress` now and then.
+        The ranks wait for a slow rank as long as it calls `progress` now and then.
 
         Args:
             what: the action, for messages.
@@ -333,7 +334,7 @@ class Ranks:
 
     @contextmanager
     def as_one(self, what: str) -> Iterator[None]:
-        """As `each` with a RankError, for the code inside the context, which must not wait for another rank."""
+        """Run the code inside this context like `each`, with RankError. The code must not wait for another rank."""
         if self.size == 1:
             yield
             return
@@ -380,14 +381,14 @@ class Ranks:
         return [] if self.meeting is None else self.meeting.untold(what, count)
 
     def barrier(self) -> None:
-        """Block until all ranks have come."""
+        """Block until all ranks call this."""
         self.any(False)
 
     @contextmanager
     def talking(self, what: str) -> Iterator[None]:
         """Name the failed exchange, and the missing rank, in errors."""
         meeting = self.meeting
-        # The wait lasts until the cause is found: when it is over, the watch forgets who is missing.
+        # The wait ends only after the cause is found, because the watch then forgets which rank is missing.
         with nullcontext() if meeting is None else meeting.watch.waiting(what):
             try:
                 yield
@@ -446,7 +447,7 @@ def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
 
     Raises:
         ConfigError: several processes were started that cannot meet.
-        RankError: not all of them came.
+        RankError: not all of them joined in time.
     """
     if dist.is_available() and not dist.is_initialized():
         launch = launch_of(os.environ)
@@ -476,10 +477,10 @@ def least_of(value: int, *ranks: Ranks) -> int:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the first of all, whichever group trains together."""
+    """Whether this process is the first one of all groups."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def ranks_on_this_machine(ranks: Ranks) -> int:
-    """Return how many processes share this machine's memory: those of `ranks`, or the launcher's number."""
+    """Return how many processes share this machine's memory: the number in `ranks`, or the launcher's if larger."""
     return max(ranks.neighbours, local_size(os.environ))

@@ -1,4 +1,4 @@
-"""One unit as the engine drives it: a row of the scheduler, and the state of its updates.
+"""One unit in training: a row of the scheduler, and the state of the unit's updates.
 
 [Note: two updates of a unit]
 This step's update may be due while the last step's is still being written home. So `due` and `ticket` are separate
@@ -48,7 +48,7 @@ class Ahead:
     """A speculative update, submitted or finished.
 
     Attributes:
-        segments: the whole update; only the tiles in `tiles` have had it. Empty if it must be rolled back.
+        segments: the whole update, which only the tiles in `tiles` get. Empty if it must be rolled back.
     """
 
     segments: tuple[Segment, ...]
@@ -62,7 +62,7 @@ class Foreseen:
     """The expected update of a unit.
 
     Attributes:
-        grads_may_leave: the gradients are not read again unless they are asked for.
+        grads_may_leave: whether the memory of the gradients may be freed, because only a request would read them again.
     """
 
     segments: tuple[Segment, ...]
@@ -71,7 +71,7 @@ class Foreseen:
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A measurement on its way from the device.
+    """A measurement that is being copied from the device.
 
     Attributes:
         norm: Euclidean norm, float64, in host memory; NaN or infinite if one of the values is.
@@ -105,7 +105,7 @@ class UnitTotal:
     Attributes:
         first: number of the unit's first part among the parts of all units.
         trained: the number of its trained parameters.
-        of_pass: parameters whose gradient has come in the running pass.
+        of_pass: parameters whose gradient has arrived in the running pass.
         step: None before the step's first gradient, and after the hand-over to an update.
     """
 
@@ -133,11 +133,11 @@ class UnitTotal:
 
 
 class Shared:
-    """What a unit that several ranks share has beside its shard.
+    """The unsharded state of a unit that several ranks share.
 
     Attributes:
         whole: the unsharded unit; its one copy has all ranks' shards.
-        moving_bytes: of the unsharded unit; 0 if it is never evicted.
+        moving_bytes: bytes of the unsharded unit; 0 if it is never evicted.
         uses: number of modules that compute on it now.
     """
 
@@ -165,9 +165,9 @@ class Unit(UnitState):
         states: its optimizer states.
         total: its gradients so far.
         shared: None if this rank has all of the unit.
-        begun: tiles that have had the update in `due` already.
+        begun: tiles that already have the update in `due`.
         write: the move with which the update of `ticket` writes the new parameters home; None if it does not.
-        keeps: the gradients of that update may be needed again, because it may be rolled back.
+        keeps: whether the gradients of that update may be needed again, because it may be rolled back.
         foreseen: the expected update, while the scheduler decides whether it may be speculative.
     """
 
@@ -277,7 +277,7 @@ class Unit(UnitState):
         ticket = self.ticket
         if ticket is None:
             self._refuse("an update is finished")
-        write, self.write = self.write, None  # it leads to the update's memory
+        write, self.write = self.write, None  # the move refers to the update's memory
         self.ticket = None
         return ticket, write
 
@@ -285,7 +285,7 @@ class Unit(UnitState):
         """Accept the speculative update.
 
         Args:
-            in_part: it has updated only some tiles; the update of the others is due now.
+            in_part: whether it has updated only some tiles, so that the update of the others is due now.
         """
         ahead = self.decide()
         if in_part:

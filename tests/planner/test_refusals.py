@@ -30,10 +30,10 @@ TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
     "kept": (KEPT, "", ""),
     "kept, with a share on the device": (
         {**KEPT, "offload_optimizer.ratio": 0.5},
-        "crash_consistent writes through",
+        "crash_consistent needs updates in host memory",
         "",
     ),
-    "kept, and the device filled": ({**KEPT, "tiering.fill_device": True}, "crash_consistent writes through", ""),
+    "kept, and the device filled": ({**KEPT, "tiering.fill_device": True}, "crash_consistent needs updates in host memory", ""),
     "kept, with states in memory": ({**KEPT, "offload_optimizer.device": "none"}, "", ""),
     "kept, with nothing on drives": (
         {**KEPT, "offload_optimizer.device": "cpu", "offload_param.device": "cpu"},

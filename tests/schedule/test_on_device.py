@@ -71,7 +71,7 @@ def test_parameters_that_are_in_shards_do_not_come_later() -> None:
     assert fills(2, 2)
     assert fills(3, 1)
     assert not fills(3, 2, discrete=False)
-    with pytest.raises(ConfigError, match="stage 3 with 2 ranks the parameters of what is filled"):
+    with pytest.raises(ConfigError, match="stage 3 with 2 ranks the parameters of these states"):
         fills(3, 2)
 
 
