@@ -60,7 +60,10 @@ class Cuts:
         self._aliases.clear()
 
     def take(self, round_index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tensors at which backward of the piece before this round begins, and their gradients. Once."""
+        """Return the tensors from which backward of the piece before this round begins, and their gradients.
+
+        The cuts of this round are forgotten.
+        """
         ends, grads = [], []
         for end, gradient in self._by_round.pop(round_index, ()):
             if gradient.sum is not None:
