@@ -221,7 +221,7 @@ def test_a_save_in_the_background_is_finished_before_anything_comes(small_device
 def test_what_cannot_be_filled_is_refused() -> None:
     for tiering, words in (
         ({"state_format": "int8"}, "rounds moments, as only the kernels of the host"),
-        ({"update_schedule": "speculative"}, 'set it to "auto", which also picks'),
+        ({"update_schedule": "speculative"}, 'set it to "auto", which can choose'),
     ):
         with pytest.raises(ConfigError, match=words):
             filled(CLIPPED, Placement("none", "cpu"), **tiering)
