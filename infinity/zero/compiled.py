@@ -1,10 +1,10 @@
-"""Models that `torch.compile` has been at.
+"""Models with modules that `torch.compile` has compiled.
 
 [Note: compiled modules]
-torch compiles a module together with its hooks, and ours are no arithmetic: traced, they would be compiled anew for
-every state that they look at. They are left out of what is compiled, so that a compiled module's hooks run as they do
-without it, and between them its forward is what torch compiled. A wrapper that `torch.compile(module)` returned is
-replaced by the module, compiled in place as `module.compile()` does: names of parameters are those of the model.
+torch compiles a module together with its hooks. The engine's hooks do no arithmetic; traced, they would be compiled
+again for every state that they read. So they are excluded from compilation: the hooks of a compiled module run as
+ordinary Python, and the forward between them is the compiled one. A wrapper that `torch.compile(module)` returned is
+replaced by the module, compiled in place as by `module.compile()`, so that parameters keep their names in the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model with wrappers of `torch.compile` replaced by their modules, which stay compiled."""
+    """Replace the wrappers of `torch.compile` in a model by their modules, which stay compiled. Return the model."""
     dynamo = sys.modules.get("torch._dynamo")  # else nothing is compiled, and importing it takes a second
     if dynamo is None:
         return model
@@ -43,15 +43,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Some module in it is compiled, or in a module that is."""
+    """Whether a module of the model is compiled."""
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def refuse_cuda_graphs(model: nn.Module, *, fixed: bool) -> None:
-    """Refuse modules whose kernels replay at the addresses of their first run, where parameters come and go.
+    """Refuse modules whose kernels replay at the addresses of their first run, if parameters change their addresses.
 
     Args:
-        fixed: they do not.
+        fixed: whether parameters keep their addresses.
 
     Raises:
         ConfigError: a module was compiled with CUDA graphs, and its states do not stay on the device.
@@ -68,7 +68,7 @@ def refuse_cuda_graphs(model: nn.Module, *, fixed: bool) -> None:
 
 
 def _has_cuda_graphs(compiled: Any) -> bool:
-    """What `torch.compile` returned was asked to record CUDA graphs, by its mode, options or backend."""
+    """Whether a result of `torch.compile` records CUDA graphs, by its mode, options or backend."""
     of_backend = getattr(compiled, "get_compiler_config", None)
     if of_backend is None:
         return False
@@ -82,5 +82,5 @@ def _has_cuda_graphs(compiled: Any) -> bool:
 
 
 def left_out(hook: Hook) -> Hook:
-    """The hook, as something that is never compiled; see [Note: compiled modules]."""
+    """Return the hook, excluded from compilation; see [Note: compiled modules]."""
     return torch.compiler.disable(hook)  # type: ignore[no-any-return]

@@ -30,10 +30,10 @@ class _Between:
 class ComputeLane(Listener):
     """Forward every event of the hooks, and record the computation between events.
 
-    Uses may be nested; a span belongs to the innermost.
+    Uses may be nested; a span belongs to the innermost use.
 
     Args:
-        moment: returns a marker that resolves when the compute device has done its work so far.
+        moment: returns a marker that completes when the compute device has done its work so far.
     """
 
     def __init__(self, listener: Listener, timeline: Timeline, moment: Callable[[], Timed]) -> None:

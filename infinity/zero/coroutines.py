@@ -1,4 +1,4 @@
-"""Functions that run a stretch at a time: a thread of its own for each, of which one runs while the others wait."""
+"""Functions that pause and are resumed: each has its own thread, of which one runs while the others wait."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Result = TypeVar("Result")
 
 
 class Coroutine(Generic[Result]):
-    """A function that can be left waiting in the middle.
+    """A function that can pause.
 
-    `resume` starts the function or lets it go on, and returns when it calls `pause` or ends; meanwhile the caller
-    waits, so that what both touch needs no lock.
+    `resume` starts or continues the function, and returns when it calls `pause` or ends. The caller waits until then,
+    so data that both use needs no lock.
 
     Attributes:
-        at: what the function paused with; None before its start and after its end.
-        ended: the function has returned, or raised.
+        at: the argument of the function's last `pause`; None before its start and after its end.
+        ended: whether the function has returned, or raised.
     """
 
     def __init__(self, function: Callable[[], Result]) -> None:
@@ -40,7 +40,7 @@ class Coroutine(Generic[Result]):
         """Run up to the next pause or the end.
 
         Raises:
-            BaseException: what the function raised.
+            BaseException: raised by the function.
         """
         self.at = None
         self._running = True
@@ -52,7 +52,7 @@ class Coroutine(Generic[Result]):
             raise error
 
     def take_result(self) -> Result:
-        """What the function returned; it has ended. Nothing is kept of it here."""
+        """Return the result of the function, which has ended. This object does not keep the result."""
         result, self._result = self._result, None
         return result  # type: ignore[return-value]
 
@@ -80,24 +80,24 @@ class Coroutine(Generic[Result]):
             self._stopped.release()
 
     def _abandon(self) -> None:
-        """End the function where it waits, or where it next would if its caller was interrupted; wait for that."""
+        """End the function at its pause, or at the next one if its caller was interrupted. Block until it has ended."""
         self._abandoned = True
         self._go.release()
         self._thread.join()
 
 
 class Abandoned(BaseException):
-    """Raised where a function is paused that will not be resumed."""
+    """Raised in a paused function that will not be resumed."""
 
 
 class _ThisThread(threading.local):
-    coroutine: Coroutine[Any] | None = None  # that the calling code runs in
+    coroutine: Coroutine[Any] | None = None  # the coroutine in which the calling code runs
 
 
 this_thread = _ThisThread()
 
 
 def abandon(coroutines: Sequence[Coroutine[Result]]) -> None:
-    """End the functions one after the other: what is still running first, so that never two run at once."""
+    """End the functions one after the other, a running one first, so that two never run at once."""
     for coroutine in sorted(coroutines, key=lambda each: not each._running):
         coroutine._abandon()

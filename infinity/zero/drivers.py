@@ -1,4 +1,4 @@
-"""What drives a training step where the user does not: layer-major micro-batches, and other libraries' schedules."""
+"""Training steps whose passes the user does not run: layer-major micro-batches, and schedules of other libraries."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:
-    """A mapping is the keyword arguments, a tuple or list the positional ones, anything else the one argument."""
+    """Call the model with a batch: a mapping of keyword arguments, a tuple or list of arguments, or one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def loss_of(outputs: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
-    """The loss of a micro-batch: by default the output itself, or its `loss`.
+    """Return the loss of a micro-batch: by default the output itself, or its attribute `loss`.
 
     Raises:
-        InfinityError: there is none.
+        InfinityError: the result is no scalar that requires a gradient.
     """
     loss = getattr(outputs, "loss", outputs) if loss_fn is None else loss_fn(outputs, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -43,7 +43,7 @@ def loss_of(outputs: Any, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
 
 @contextmanager
 def driven(step: Step) -> Iterator[None]:
-    """The forward and backward passes of all micro-batches of a step run inside, in any order."""
+    """Run the forward and backward passes of all micro-batches of a step in this context, in any order."""
     step.begin()
     step.counter.skip_to_last()
     with step.backward(in_parts=step.all_units), step.saving():
@@ -53,7 +53,7 @@ def driven(step: Step) -> Iterator[None]:
 def train_layer_major(
     step: Step, layer_major: LayerMajor, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | None
 ) -> list[torch.Tensor]:
-    """Forward and backward of a step's micro-batches, all of them through a block before the next; the losses."""
+    """Run forward and backward of a step: all micro-batches go through a block before the next. Return the losses."""
 
     def forward(batch: Any) -> torch.Tensor:
         try:

@@ -4,8 +4,8 @@ No other file calls `Params.fetch_start` or `Params.evict`.
 
 [Note: what the compute thread waits for]
 `enter` returns when the units are resident, up to date and unsharded. All other operations are only started. `poll`
-polls their completions on every event: finished updates release their gradients and pins, and the scheduler learns that
-memory may be free. The thread blocks for memory only if it has none for the unit that it needs now.
+checks on every event whether they have ended: finished updates release their gradients and pins, and the scheduler is
+told that memory may be free. The thread blocks for memory only if there is none for the unit that it needs now.
 
 [Note: what a parameter shows]
 A model parameter is a view of its unit's memory while the unit is resident, up to date and unsharded. At all other
@@ -14,8 +14,8 @@ are in memory, so that no code reads stale values. For autograd an update is an 
 a graph of the old values raises torch's own error instead of computing with the new ones.
 
 [Note: values at rest]
-A unit that can be evicted is also NaN between two steps, even while it is in memory: a later eviction would silently
-discard a write by the training loop.
+A unit that can be evicted is also NaN between two steps, even while it is in memory. Otherwise the training loop could
+write to it, and a later eviction would discard the write without an error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Executor:
 
     Attributes:
         gathering: unshards units that several ranks share.
-        step_is_over: if False, updated units stay hidden: torch shows no new values before `step()`.
+        step_is_over: if False, updated units stay hidden, because in torch new values appear only with `step()`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Executor:
 
     @contextmanager
     def _in_host_memory(self, row: Unit) -> Iterator[None]:
-        """Have this rank's shard of a pinned or resident unit in host memory while the context lasts."""
+        """Keep this rank's shard of a pinned or resident unit in host memory in this context."""
         self.in_flight.open_host(row)
         try:
             self._params.host_wait(row.params)
@@ -220,7 +220,7 @@ class Executor:
         """End the cycle, after its backward pass or after a forward pass without one.
 
         Args:
-            learn: it was a training step; the next cycles are expected to repeat it.
+            learn: whether it was a training step. The next cycles are expected to repeat it.
         """
         self.gathering.end_cycle()
         # an exception may have skipped a `leave`
@@ -248,7 +248,7 @@ class Executor:
         """Update the unit once its parameters are in memory: now, or after their fetch.
 
         Args:
-            indices: of the parameters that the update changes. The running pass may still use the others.
+            indices: indices of the parameters that the update changes. The running pass may still use the others.
         """
         self.in_flight.ask(row, segments)
         self.gathering.changed(row)
@@ -259,16 +259,16 @@ class Executor:
     # Speculative updates, see [Note: updates ahead] in in_flight.py #
 
     def begin_ahead(self) -> None:
-        """From now on, write parameters to the other slot on NVMe, so that the present version of each unit stays."""
+        """From now on, write parameters to the other slot on NVMe, so that the current version of each unit stays."""
         self.write_changed()
         self._params.begin_ahead()
 
     def speculate(self, row: Unit, segments: tuple[Segment, ...], *, may_leave: bool) -> bool:
-        """Submit a speculative update of the unit, as far as it can be rolled back. Return False if no part of it can.
+        """Submit a speculative update of the tiles that can be rolled back. Return False if there are none.
 
         Args:
-            may_leave: the norm of the gradients is computed, so their memory may be freed if the engine can reconstruct
-                them, for a rollback or for a user.
+            may_leave: whether the norm of the gradients is computed. Their memory may then be freed, if the engine can
+                reconstruct them for a rollback or for a user.
         """
         before, row.foreseen = row.ahead, Foreseen(segments, may_leave)
         try:
@@ -278,7 +278,7 @@ class Executor:
         return row.ahead is not before
 
     def commit(self, row: Unit, indices: Collection[int]) -> None:
-        """Commit the speculative update, which changed these parameters. The tiles that it left out are due now."""
+        """Commit the speculative update, which changed these parameters. The update of its other tiles is due now."""
         row.views.mark_stale(indices)
         self.in_flight.commit(row)
         if row.ticket is None:
@@ -339,14 +339,16 @@ class Executor:
             self.poll()
 
     def free_gradients(self, row: Unit) -> bool:
-        """Free memory for the unit's gradients, by a spill or by waiting for an update. Return False if there is none
-        to free."""
+        """Free memory for the unit's gradients, by a spill or by waiting for an update.
+
+        Return False if none can be freed.
+        """
         freed = self._do(actions.GradientsNeedRoom(row))
         self._show_finished()
         return freed
 
     def gradients_rest(self, row: Unit) -> None:
-        """Note that the unit's gradients do not change for a while. If the unit spills, spill the oldest ones early."""
+        """Tell the scheduler that the unit's gradients do not change for a while: it may spill early."""
         if row.spills:
             self._do(actions.GradientsRest())
 
@@ -357,7 +359,7 @@ class Executor:
             self._do(actions.GradientsRest())
 
     def poll(self) -> None:
-        """Poll completions: note finished updates, and use the memory that they have released."""
+        """Poll completions: record finished updates, and use the memory that they have released."""
         if self._params.critical.interrupted:
             return
         in_flight = self.in_flight
@@ -410,7 +412,7 @@ class Executor:
             self.in_flight.wait_computed(row)
 
     def write_changed(self) -> None:
-        """Write units that were modified outside the optimizer home, where updates expect the newest values on NVMe."""
+        """Write units that were modified outside of the optimizer to NVMe, where updates expect the newest values."""
         for row in self.units:
             if row.params.is_unwritten() and self._scheduler.is_written(row) and row.ticket is None:
                 with self.resident(row):
@@ -488,8 +490,10 @@ class Executor:
 
     @contextmanager
     def changing(self, row: Unit) -> Iterator[torch.Tensor]:
-        """As `resident`, for writing. The unit's newest values are those at the end of the context, also after an
-        exception."""
+        """Yield the shard as `resident` does, for writing.
+
+        The values at the end of the context become the newest values of the unit, also after an exception.
+        """
         with self.resident(row) as flat:
             for move in self._params.begin_change(row.params):
                 move.transfer.result()

@@ -1,11 +1,11 @@
 """Placeholders in `param.grad` while the engine has the gradient.
 
 [Note: gradient placeholders]
-Backward's gradients go to the engine. Code that reads `param.grad`, such as `clip_grad_norm_(model.parameters())`,
-would find None, which torch takes for "no gradient", and silently do nothing. So until the end of the step, the `grad`
-of a parameter with a gradient is a tensor that has its shape and dtype, takes no memory, and raises on every use.
-`model.zero_grad()` and `param.grad = None` remove it, which shows that the user has dropped the gradient. Any other
-tensor in its place was set by hand.
+The engine takes the gradients of backward. Code that reads `param.grad`, such as `clip_grad_norm_(model.parameters())`,
+would find None, which means "no gradient" for torch, and do nothing without an error. So until the end of the step, the
+`grad` of a parameter with a gradient is a tensor of the same shape and dtype that takes no memory and raises an error
+on every use. If `model.zero_grad()` or `param.grad = None` has removed it, the user has dropped the gradient. If
+another tensor is in its place, the user has set it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _Trained:
     """A trained parameter.
 
     Attributes:
-        placeholder: kept, because making one is slow.
-        has_gradient: the engine has its gradient.
+        placeholder: kept, because creating one is slow.
+        has_gradient: whether the engine has its gradient.
     """
 
     unit: Unit
@@ -69,10 +69,11 @@ class GradPlaceholders:
     """The placeholders of a model's trained parameters.
 
     Args:
-        model: parameters that tensor parallelism has divided get none.
+        model: its parameters that tensor parallelism has divided get no placeholder.
 
     Attributes:
-        arrived: indices of parameters, by unit, whose gradients have come in this backward pass; filled by the caller.
+        arrived: indices of the parameters, by unit, whose gradients have arrived in this backward pass; filled by the
+            caller.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
@@ -111,7 +112,7 @@ class GradPlaceholders:
             each.has_gradient = False
 
     def wipe(self) -> None:
-        """As `clear`, and also remove gradients that a failed backward pass has left."""
+        """Do `clear`, and also remove gradients that a failed backward pass has left."""
         self.clear()
         for each in self._params:
             each.param.grad = None
@@ -120,7 +121,7 @@ class GradPlaceholders:
         """Check that every `param.grad`, except the arriving one, is None or a placeholder.
 
         Raises:
-            InfinityError: one was set by hand.
+            InfinityError: the user has set one.
         """
         for each in self._params:
             grad = each.param.grad

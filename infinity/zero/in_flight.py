@@ -42,10 +42,10 @@ class InFlight:
 
     Attributes:
         finished: units whose updates are finished; the reader removes them.
-        speculative: units with speculative updates, in order of submission. An interrupt may leave an entry of a unit
-            without one, which `ahead` skips.
-        gradients_returned: a speculative update has ended and returned its gradients, which may spill now; the reader
-            resets it.
+        speculative: units with speculative updates, in order of submission. After an interrupt it may contain a unit
+            without such an update, which `ahead` skips.
+        gradients_returned: whether a speculative update has ended and returned its gradients, which may spill now; the
+            reader resets it.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class InFlight:
         """Submit an update to the pipeline.
 
         Args:
-            before: its part of the undo log, by tile; None if the update is not speculative.
+            before: the update's images of the undo log, by tile; None if the update is not speculative.
         """
         unit, params = row.index, row.params
         grad, arriving = self._grads.take_for_update(row.grads)
@@ -190,11 +190,11 @@ class InFlight:
         return on_drive and row.ahead.old_params is OldParams.STATES
 
     def can_speculate(self, row: Unit, write: bool, needed: int) -> bool:
-        """Whether at least one tile of the unit can have the expected update speculatively.
+        """Whether the expected update of the unit can be speculative, for at least one tile.
 
         The unit and its gradients must be in memory and idle. If the undo log is full, this withdraws speculative
-        updates of units that the next forward pass uses later, as long as they have not started. The updates that
-        remain once the norm is known are then those of the units used last.
+        updates that have not started, of units that the next forward pass uses later. So the updates that remain when
+        the norm is known belong to the units that are used last.
         """
         old_params = self._old_params(row, write)
         if self._can_roll_back(row, old_params):
@@ -216,7 +216,7 @@ class InFlight:
         return sorted((pair for pair in found if pair[1].needed > needed), key=lambda pair: pair[1].needed)
 
     def _withdraw(self, row: Unit, ticket: UpdateTicket) -> None:
-        """Cancel a speculative update, unless the worker has chosen it already."""
+        """Cancel a speculative update, unless the worker has already chosen it."""
         with self._critical:
             if self._pipeline.withdraw(ticket):
                 self._clear_ahead(row)
@@ -231,7 +231,7 @@ class InFlight:
         """Return where the expected update would keep the unit's old parameters.
 
         Args:
-            write: the update writes the parameters home in any case, so prefer the other slot to reconstruction.
+            write: whether the update writes the parameters home in any case; the other slot is then preferred.
         """
         params, rollback, foreseen = row.params, self._pipeline.rollback, row.foreseen
         assert foreseen is not None

@@ -1,13 +1,13 @@
 """The operations of a training step, which change its phase.
 
-All kinds of steps use the same ones (`begin`, `forward`, `backward`, `finish`, `abort`): ordinary micro-batches,
-layer-major ones, a pipeline's schedule, and a plain `loss.backward()`.
+All kinds of steps use the same operations (`begin`, `forward`, `backward`, `finish`, `abort`): ordinary micro-batches,
+layer-major micro-batches, a pipeline's schedule, and a plain `loss.backward()`.
 
 [Note: interrupts]
-Ctrl-C can come between any two lines, also within `except` and `finally`, so no state may depend on reaching a line. A
-running pass is `_open`; if the next operation finds one, it was interrupted, and is aborted then. A due update cannot
-be rolled back: if the next operation finds phase UPDATE, or some units of a step updated and others not, the engine is
-poisoned (FAILED). The counts change by one assignment.
+Ctrl-C can come between any two lines, also within `except` and `finally`, so no state may depend on reaching a line.
+The running pass is stored in `_open`. If the next operation finds a pass there, it was interrupted, and is then
+aborted. A due update cannot be rolled back. So if the next operation finds phase UPDATE, or finds that only some units
+of a step are updated, the engine is poisoned (FAILED). The counts change by one assignment.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepKeeper(Protocol):
     """Keep every finished step on NVMe."""
 
     def before_updates(self) -> None:
-        """Called before updates begin: they must not overwrite the last step's values before these are kept."""
+        """Called before updates begin. They must not overwrite values of the last step that are not kept yet."""
 
     def step_over(self) -> None:
         """Called when a step is over; its updates may still be running."""
@@ -65,8 +65,8 @@ class _Open:
 
     Attributes:
         before: the phase before it.
-        last: it is the last backward pass of a step.
-        scope: of a backward pass that autograd runs without the engine's `backward`, closed at its end; else None.
+        last: whether it is the last backward pass of a step.
+        scope: for a backward pass that autograd runs without the engine's `backward`: its contexts, closed at its end.
         number: autograd's number of a backward pass.
     """
 
@@ -81,7 +81,7 @@ class Step(Listener):
     """The training step of one engine; receives the events of the hooks.
 
     Attributes:
-        phase: of the step, see [Note: phases] in phases.py.
+        phase: the phase of the step, see [Note: phases] in phases.py.
         counter: finished steps and micro-batches, and which micro-batch ends the step.
         losses: starts backward passes with scaled losses.
         last: results and costs of the last step.
@@ -154,7 +154,7 @@ class Step(Listener):
 
         Raises:
             InfinityError: a step has begun, or micro-batches are layer-major.
-            ConfigError: CUDA graphs were asked for, but they cannot follow parameters that are evicted.
+            ConfigError: CUDA graphs were requested, but their kernels cannot follow parameters that are evicted.
         """
         self.check_boundary("engine.compile()")
         if self.layer_major is not None:
@@ -175,7 +175,7 @@ class Step(Listener):
         self.hooks = self._watch(model)
 
     def go_on_from(self, before: Step) -> None:
-        """Take over the counts and states of a closed step of the same model."""
+        """Continue with the counts and states of the closed `Step` of the same model."""
         self.counter = before.counter  # includes micro-batches whose gradients were dropped
         self.last.go_on_from(before.last)
         self.lr_scheduler, self.at_end = before.lr_scheduler, before.at_end
@@ -183,7 +183,7 @@ class Step(Listener):
     # Phases #
 
     def _go(self, phase: Phase) -> None:
-        """Change the phase, as far as `FOLLOWS` allows it."""
+        """Change the phase. Raise RuntimeError if `FOLLOWS` does not allow it."""
         if phase not in FOLLOWS[self.phase]:
             raise RuntimeError(f"a step that is {self.phase.value} cannot become {phase.value}")
         self.phase = phase
@@ -239,7 +239,7 @@ class Step(Listener):
         return whole and not self.updates.under_way and not self._runtime.poisoned
 
     def check_boundary(self, what: str) -> None:
-        """Check that no step is running. A forward pass without its backward is dropped.
+        """Check that no step has begun. A forward pass without its backward pass is dropped.
 
         Raises:
             InfinityError: gradients wait for their update.
@@ -259,7 +259,7 @@ class Step(Listener):
         """Check that parameters have the values of the last step.
 
         Raises:
-            InfinityError: some have the next step's values already.
+            InfinityError: some of them already have the values of the next step.
         """
         self.check()
         if self.updates.under_way:
@@ -321,7 +321,7 @@ class Step(Listener):
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
-        """Run the model's forward inside, in training or evaluation."""
+        """Run the model's forward in this context, for training or evaluation."""
         self.check_values("a forward pass")
         before = self.phase
         phase = Phase.FORWARD if training else Phase.EVALUATION
@@ -355,7 +355,7 @@ class Step(Listener):
         self._go(before)
 
     def saving(self) -> AbstractContextManager[None]:
-        """Offload the activations that autograd saves inside."""
+        """Offload the activations that autograd saves in this context."""
         return nullcontext() if self.activations is None else self.activations.saving()
 
     @contextmanager
@@ -372,10 +372,10 @@ class Step(Listener):
 
     @contextmanager
     def backward(self, in_parts: frozenset[Unit] | None = None) -> Iterator[None]:
-        """Run autograd's backward inside.
+        """Run autograd's backward in this context.
 
         Args:
-            in_parts: units whose gradients come in several parts; by default the ones that the forward pass has shown.
+            in_parts: units whose gradients come in several parts. By default, the forward pass determines them.
         """
         self.check()
         with self.stopped_by_failures(), self.running(Phase.BACKWARD):
@@ -410,7 +410,7 @@ class Step(Listener):
         self._optimizer.check_groups()
         self._optimizer.check_frozen()
         if self._pass_failed:
-            self.gradients.drop_all()  # an interrupted `drop` may have left some
+            self.gradients.drop_all()  # an interrupted `drop` may have left gradients
         self._pass_failed = False
         self.counter.backward_begins()
         if scope is None:

@@ -33,7 +33,11 @@ TABLE: dict[str, tuple[dict[str, Any], str, str]] = {
         "crash_consistent needs updates in host memory",
         "",
     ),
-    "kept, and the device filled": ({**KEPT, "tiering.fill_device": True}, "crash_consistent needs updates in host memory", ""),
+    "kept, and the device filled": (
+        {**KEPT, "tiering.fill_device": True},
+        "crash_consistent needs updates in host memory",
+        "",
+    ),
     "kept, with states in memory": ({**KEPT, "offload_optimizer.device": "none"}, "", ""),
     "kept, with nothing on drives": (
         {**KEPT, "offload_optimizer.device": "cpu", "offload_param.device": "cpu"},
