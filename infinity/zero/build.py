@@ -69,7 +69,7 @@ class Runtime:
     """Everything that one engine owns.
 
     Attributes:
-        host, device: the ledgers of the two memories; if the compute device is the CPU, the host's pays for all.
+        host, device: the ledgers of the two memories; if the compute device is the CPU, the host's counts everything.
         grads_there: gradients of units that are updated on the device; None if no unit can be.
         loss_norm: of the loss, if the device measures it.
         summed_once: units whose replicas add their gradients up once a step.
@@ -118,7 +118,7 @@ class Runtime:
         return self.sizing.schedule
 
     def row(self, unit: UnitLayout) -> Unit:
-        """Return what the engine has of a unit: its parameters, gradients, states and views."""
+        """Return the row of a unit, with its parameters, gradients, states and views."""
         return self.executor.units[unit.index]
 
     @property
@@ -250,7 +250,7 @@ def build_runtime(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The layout; `config` is that after blocks were cut to fit."""
+    """The layout, and the configuration with the size to which blocks were cut."""
 
     config: Config
     sizing: Sizing
@@ -269,7 +269,7 @@ class _Plan:
 def _lay_out(
     size: Callable[..., Sizing], config: Config, optimizer: str, link: Link, ranks: Ranks, parts: ModelParts
 ) -> _Plan:
-    """Decide where everything goes.
+    """Decide the units, the division of host memory, and the placement.
 
     Args:
         size: `size_up` of the model.
@@ -278,7 +278,7 @@ def _lay_out(
 
     @cache
     def drive_bytes() -> int:
-        # The model's other parts would have to choose alike, and may share the drives.
+        # The other parts of a divided model would have to choose alike, and may share the drives.
         return 0 if parts.are_several else free_for_swap(config)
 
     def layout(config: Config) -> Sizing:
@@ -306,7 +306,7 @@ def _lay_out(
 
 @dataclass(frozen=True)
 class _Memory:
-    """The tiers, empty; `slots` are those of the ring of tiles, `there` is for the compute device."""
+    """The empty tiers. `slots` are the slots of the ring of tiles; `there` has the budgets of the compute device."""
 
     counters: Counters
     arena: Arena
@@ -326,7 +326,7 @@ class _Held:
 
 
 def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
-    """Allocate host memory, except memory that is computed on, and open the drives."""
+    """Open the drives, and allocate host memory, except the memory that the model computes in."""
     sizing, split, config = plan.sizing, plan.split, plan.config
     arena_bytes = split.ring_bytes + split.grads_bytes + split.states_bytes + split.homes_bytes
     with _as_one(plan.ranks, plan.parts):
@@ -335,13 +335,13 @@ def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
         swap = _open_disk(plan, undo, run)
         slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
         there = device_budgets(sizing, config, split, plan.host, plan.link.free_bytes())  # before anything is allocated
-    # full on one is full on all, see `agreed`
+    # the same on all ranks, see `agreed`
     there.grads.capacity_bytes = least_of(there.grads.capacity_bytes, plan.ranks, plan.parts.ranks)
     return _Memory(counters, arena, swap, slots, there)
 
 
 def _share_sums(plan: _Plan, memory: _Memory) -> frozenset[int]:
-    """Return the units whose replicas add their gradients up once a step, and take the memory for that."""
+    """Return the units whose replicas sum their gradients once a step, and take the memory for that."""
     sums = memory.there.sums
     once = summed_once(plan.sizing.rules, plan.sizing.shards, plan.ranks.least(sums.capacity_bytes))
     sums.take(sum(once.values()), "sums of gradients over a group of ranks")
@@ -398,7 +398,7 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
 def _make_executor(
     plan: _Plan, model: nn.Module, memory: _Memory, states: StateStore, held: _Held, pipeline: UpdatePipeline
 ) -> Executor:
-    """Make the executor, with the units' rows, their views, and the cycle of uses."""
+    """Create the executor, with the units' rows, their views, and the cycle of uses."""
     sizing, params, grads = plan.sizing, held.params, held.grads
     capacity_bytes = plan.ranks.least(memory.there.params.capacity_bytes)
     moving = [spec.offloaded for spec in sizing.specs]
@@ -420,14 +420,14 @@ def _make_executor(
 
 @contextmanager
 def _as_one(ranks: Ranks, parts: ModelParts) -> Iterator[None]:
-    """If one rank fails inside, raise on all of them, with its number and message."""
+    """If one rank fails in this context, raise an error on all ranks, with its number and message."""
     what = "infinity.initialize(): memory and drives"
     with parts.ranks.as_one(what), ranks.as_one(what):
         yield
 
 
 def make_gradients(runtime: Runtime) -> Gradients:
-    """Make the collector of a training step's gradients."""
+    """Create the collector of a training step's gradients."""
     partition, rules = runtime.partition, runtime.sizing.rules
     units = runtime.executor.units
     source: Direct | Reduction = Direct(units, runtime.parts)
@@ -477,7 +477,7 @@ def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:
 
 
 def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
-    """Warn if no update can be speculative although the configuration asks for it."""
+    """Warn if no update can be speculative although the configuration requests it."""
     if (
         plan.config.tiering.update_schedule == "speculative"
         and not any(unit.is_double_buffered for unit in held.params.units)
@@ -510,7 +510,7 @@ def _apart(plan: _Plan, arena: Arena) -> Device | None:
 
 
 def _open_direct(link: Link) -> DeviceReads | None:
-    """Return the path from the drive to the device past host memory, if there is one."""
+    """Return the reader from the drive directly to the device, if there is one."""
     reader = link.device_reader()
     if isinstance(reader, str):
         _log.warning("aio.use_gds: parameters go through host memory: %s", reader)
@@ -539,11 +539,11 @@ def _open_timeline(plan: _Plan, undo: ExitStack) -> Timeline | None:
 
 
 def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> ActivationStore | None:
-    """Make the store of offloaded activations, if configured."""
+    """Create the store of offloaded activations, if configured."""
     tiering = config.tiering
     if not runtime.sizing.rules.activations_bytes:
         if tiering.activations == "cpu":
-            _log.info("tiering.activations is cpu: they are there already, since the model computes on the CPU")
+            _log.info("tiering.activations is cpu: without effect, because the model computes on the CPU")
         return None
     kept = [each.tensor for each in runtime.params.units]
     kept += [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
@@ -584,7 +584,7 @@ def _open_disk(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> SwapSpace:
 
 
 def _take_over(swap: SwapSpace) -> None:
-    """Create the files, or adopt an earlier process's files, of which one finished step becomes the present one."""
+    """Create the files, or adopt the files of an earlier process and continue from one of its finished steps."""
     swap.create()
     swap.adopt()
 

@@ -42,8 +42,8 @@ class LayerMajor:
     """Run micro-batches together through the blocks of a model.
 
     Args:
-        partition: of a model that is a sequence of blocks.
-        device: where the model computes.
+        partition: units of a model that is a sequence of blocks.
+        device: the compute device.
 
     Attributes:
         checked: paths through the blocks whose graph could be cut.
@@ -71,7 +71,7 @@ class LayerMajor:
             self._pass = None
 
     def entered(self, units: Sequence[Unit]) -> None:
-        """Note the first use of the units in this pass."""
+        """Record the first use of the units in this pass."""
         if self._pass is not None and this_thread.coroutine is not None:
             self._pass.uses(units)
 
@@ -93,7 +93,7 @@ class MicroBatch(Coroutine[torch.Tensor]):
 
     Attributes:
         path: the blocks that it has entered.
-        cuts: of its graph, at the entries of blocks.
+        cuts: the cuts of its graph, at the entries of blocks.
     """
 
     def __init__(self, index: int, forward: Forward, generators: _Generators, seed: int) -> None:
@@ -118,7 +118,7 @@ class MicroBatch(Coroutine[torch.Tensor]):
 
 
 class LayerMajorPass(Rounds[MicroBatch, Unit]):
-    """The forward and backward of one step's micro-batches. A subclass performs them.
+    """The forward and backward passes of one step's micro-batches. A subclass runs them.
 
     Args:
         forwards: each runs the model on a micro-batch and returns the loss, a scalar.
@@ -181,8 +181,8 @@ class LayerMajorPass(Rounds[MicroBatch, Unit]):
             round_index, node = joined
             raise InfinityError(
                 f"a tensor goes past the entry of block `{self._blocks[self.block_of[round_index]]}` to a later part "
-                f"of the model (autograd node {node.name()}): layer-major micro-batches serve models in which all "
-                f"that needs a gradient goes through the blocks' inputs; {INSTEAD}"
+                f"of the model (autograd node {node.name()}): layer-major micro-batches are only for models in which "
+                f"all tensors that need a gradient go through the blocks' inputs; {INSTEAD}"
             )
 
 
@@ -211,7 +211,7 @@ class _Generators:
 
 
 class _ThreadState:
-    """State that torch keeps for each thread, and that a coroutine's thread must copy from the one that starts it."""
+    """Thread-local state of torch, which a coroutine's thread must copy from the thread that starts it."""
 
     def __init__(self, device: torch.device) -> None:
         self._autocast = {

@@ -17,11 +17,11 @@ InitFunction = Callable[[nn.Module], None]
 
 @contextmanager
 def construct_on_meta() -> Iterator[None]:
-    """Put every parameter that is created inside the context on the meta device; buffers stay real.
+    """Put every parameter that is created in this context on the meta device; buffers stay real.
 
-    Its module takes a parameter before its initialisation writes to it, so its memory is reserved but never touched.
-    (`torch.device("meta")` would take the buffers too, and with them values such as rotary frequencies that nothing
-    computes again.)
+    A parameter is registered in its module before its initialisation writes to it, so its memory is reserved but never
+    touched. (`torch.device("meta")` would also put the buffers on the meta device, and so lose values such as rotary
+    frequencies, which nothing computes again.)
     """
 
     def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
@@ -34,10 +34,10 @@ def construct_on_meta() -> Iterator[None]:
 
 
 def own_rule(model: nn.Module) -> InitFunction:
-    """What initialises one module of `model`, given memory for its parameters.
+    """Return a function that initialises one module of `model`, whose parameters have memory.
 
-    A transformers model initialises by its own rule for the architecture; any other module by its
-    `reset_parameters`, as torch's layers do.
+    For a transformers model, it uses the rule of the architecture. For any other module, it calls `reset_parameters`,
+    which torch's layers have.
     """
     by_architecture: Any = getattr(model, "_init_weights", None)
 

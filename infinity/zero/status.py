@@ -1,4 +1,4 @@
-"""What an engine says of itself while it trains, for whoever watches from another process."""
+"""Publish what an engine does while it trains, for `infinity top` in another process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from infinity.zero.step import Step
 
 
 def publisher_of(step: Step, runtime: Runtime, optimizer: TieredOptimizer, config: Config) -> Publisher | None:
-    """Tells what this engine does, unless the configuration says that nobody is to know."""
+    """Return the publisher of this engine's status; None if `tiering.status` is false."""
     return Publisher(_Sampler(step, runtime, optimizer, config)) if config.tiering.status else None
 
 
 class _Sampler:
-    """Looks at an engine from another thread: at plain numbers alone, each of which is whole at any time."""
+    """Reads an engine's status from another thread. It reads only plain numbers, each of which is valid at any time."""
 
     def __init__(self, step: Step, runtime: Runtime, optimizer: TieredOptimizer, config: Config) -> None:
         self._step = step
@@ -63,13 +63,13 @@ class _Sampler:
         return {"cause": cause.value, "for_s": time.perf_counter() - since_s}
 
     def _told(self, step_s: float | None) -> dict[str, Any]:
-        """What the training loop has said."""
+        """Return what the training loop has reported by `engine.tell`."""
         told = self._step.last.told
         tokens = told.get("tokens")
         return {"steps": told.get("steps"), "tokens_per_s": tokens / step_s if tokens and step_s else None}
 
     def _io(self) -> dict[str, Any]:
-        """What the drives do, since the last look."""
+        """Return what the drives have done since the last call."""
         drives = [
             ([os.fsencode(path).decode("utf-8", "backslashreplace") for path in paths], stats)
             for paths, stats in self._runtime.swap.io_stats()

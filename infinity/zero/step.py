@@ -447,7 +447,7 @@ class Step(Listener):
     def _open_direct(self, arriving: nn.Parameter | None = None) -> None:
         """Open a backward pass that the user has started with `loss.backward()` or another use of the graph.
 
-        Autograd calls back at the end of the pass. If the pass fails it does not, so the pass stays open.
+        Autograd calls `_close_direct` at the end of the pass. If the pass fails, it does not, so the pass stays open.
 
         Args:
             arriving: the parameter whose gradient is the first event of the pass.
@@ -471,7 +471,7 @@ class Step(Listener):
     # Update #
 
     def finish(self) -> None:
-        """Count a micro-batch. At the last of a step, update the parameters and the learning rate."""
+        """Count a micro-batch. After the last one of a step, update the parameters and the learning rate."""
         self.check()  # aborts a pass that was left open
         if self._pass_failed:
             raise InfinityError(
@@ -535,16 +535,16 @@ class Step(Listener):
         return outcome
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Abort the running pass. A forward pass returns to the phase before it; a backward pass drops the step's
-        gradients.
+        """Abort the running pass.
 
-        The gradients of the failed pass cannot be separated from those of earlier micro-batches, so the step starts
-        again.
+        After a forward pass, the phase is the one before it. After a backward pass, the gradients of the step are
+        dropped, and the step starts again, because the gradients of the failed pass cannot be separated from the
+        gradients of earlier micro-batches.
         """
         if self._open is not None and self._open.scope is not None:
             self._open.scope.close()
         self._ranks.path.give_up()
-        if isinstance(error, DivergedError):  # gathered units may be mixtures, and some never arrive
+        if isinstance(error, DivergedError):  # gathered units may mix values of several units, and some never arrive
             self.hooks.abandon()
             self.gradients.abort_backward()
             self.fail(error)
@@ -580,7 +580,7 @@ class Step(Listener):
         """Drop the gradients of the step, as `zero_grad` does. Its micro-batches stay counted.
 
         Raises:
-            InfinityError: the gradients have updated parameters already.
+            InfinityError: the gradients have already updated parameters.
         """
         self.check()
         if self.updates.under_way:
@@ -599,8 +599,10 @@ class Step(Listener):
             self._go(Phase.IDLE)
 
     def drop_failed(self) -> None:
-        """As `drop`, if a backward pass failed. Such a pass leaves no placeholders, whose removal shows a `zero_grad`
-        otherwise."""
+        """Drop the gradients of the step if a backward pass failed.
+
+        The removal of placeholders shows a `zero_grad` in other cases, but a failed pass leaves no placeholders.
+        """
         if self._pass_failed:
             self.drop()
 
@@ -665,7 +667,7 @@ class Step(Listener):
             self._add(self.gradients.source.leave(unit))
 
     def _add(self, addends: Iterator[Addend]) -> None:
-        """Add gradients as they come. Updates begin after the same collectives on all ranks."""
+        """Add gradients in the order of their arrival. Updates begin after the same collectives on all ranks."""
         for addend in addends:
             if self.updates.add(addend):
                 self._complete(addend.unit)
@@ -679,7 +681,7 @@ class Step(Listener):
         opened = self._open
         if opened is None or opened.phase is not Phase.BACKWARD:
             if self.hooks.in_forward:
-                raise InfinityError("backward() inside the model's forward: call it on what the forward returns")
+                raise InfinityError("backward() inside the model's forward: call it on the result of the forward")
             self._open_direct(param)
             opened = self._open
         if opened is not None and opened.scope is not None:
@@ -692,7 +694,7 @@ class Step(Listener):
             self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:
-        """Note that all of the unit's gradients in this backward pass have come."""
+        """Called when all gradients of the unit in this backward pass have arrived."""
         if self.layer_major is not None:
             return  # other micro-batches have not left the unit yet
         if self._open is not None and self._open.last:

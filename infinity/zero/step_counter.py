@@ -87,7 +87,7 @@ class StepCounter:
         return replace(self.counts, micro_steps=micro_steps)
 
     def backward_begins(self) -> None:
-        """Count the pass. Note that the step runs again, if its last backward pass failed."""
+        """Count the pass. If the step's last backward pass failed, the step is now running again."""
         self._to_run_again = 0
         self._passes = (self.counts, self._uncounted_passes + 1)
 
@@ -100,7 +100,10 @@ class StepCounter:
         return earlier
 
     def leave_out(self) -> None:
-        """End the step, whose gradients were dropped, where it would have ended. Its micro-batches do not run again."""
+        """End the step at the same micro-batch as planned, although its gradients were dropped.
+
+        Its earlier micro-batches do not run again.
+        """
         uncounted, self._to_run_again = self._to_run_again, 0
         if self._counts_passes:
             uncounted += self._uncounted_passes

@@ -15,10 +15,10 @@ from infinity.errors import ConfigError
 
 
 class Tile(nn.Linear):
-    """One part of a `TiledLinear`: a unit of its own, wherever it lies in the model.
+    """One part of a `TiledLinear`. It is a unit of its own anywhere in the model.
 
     Args:
-        fan_in: inputs of the whole layer, whose initial distribution the part has.
+        fan_in: number of inputs of the whole layer, which determines the initial distribution.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Tile(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
 
     def reset_parameters(self) -> None:
-        """As `nn.Linear` does for the whole layer."""
+        """Initialise the values with the distribution of an `nn.Linear` of the whole layer's size."""
         bound = 1 / math.sqrt(self.fan_in)
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -107,7 +107,7 @@ class TiledLinear(nn.Module):
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
     def _rows(self) -> list[list[Tile]]:
-        """The tiles by part of the output, and in that by part of the input."""
+        """Return the tiles: one list for each part of the output, with one tile for each part of the input."""
         return [list(cast("Iterable[Tile]", row)) for row in self.linears]
 
     def _split(self, x: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -125,10 +125,10 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Take the values of a layer of the same shape. Both are in memory: before `initialize`, or gathered.
+        """Copy the values of a layer of the same shape. Both must be in memory: before `initialize`, or gathered.
 
         Raises:
-            ConfigError: it has another shape, one of the two has no bias, or one is not in memory.
+            ConfigError: it has another shape, only one of the two has a bias, or one is not in memory.
         """
         ours = (self.out_features, self.in_features, self._rows()[0][-1].bias is not None)
         theirs = (other.out_features, other.in_features, other.bias is not None)
@@ -154,7 +154,7 @@ class TiledLinear(nn.Module):
 
 
 def _sizes(side: str, features: int, splits: int) -> list[int]:
-    """Lengths of nearly equal parts."""
+    """Return the lengths of nearly equal parts."""
     if not 1 <= splits <= features:
         raise ConfigError(f"{side}_splits is {splits}; it must be from 1 to {side}_features, {features}")
     return [features // splits + (part < features % splits) for part in range(splits)]

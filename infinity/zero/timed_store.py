@@ -14,17 +14,17 @@ Result = TypeVar("Result")
 
 
 def call_within(timeout_s: float, call: Callable[[], Result]) -> Result:
-    """Return the result of `call`, or raise its error. It runs in a thread of its own.
+    """Run `call` in a thread of its own. Return its result, or raise its error.
 
     Raises:
-        TimeoutError: it has not ended in time; the thread is left behind.
+        TimeoutError: it has not ended in time. The thread continues to run.
     """
     result: Future[Result] = Future()
 
     def run() -> None:
         try:
             result.set_result(call())
-        except Exception as error:  # raised where the result is waited for
+        except Exception as error:  # raised in the thread that waits for the result
             result.set_exception(error)
 
     start_thread(run, "infinity-store")
@@ -37,8 +37,8 @@ def call_within(timeout_s: float, call: Callable[[], Result]) -> Result:
 class TimedStore:
     """A store whose calls fail if there is no answer in time.
 
-    torch's client waits for an answer without a limit. The process that has the store may be stopped, or its machine
-    gone without a word: neither closes the connection.
+    torch's client waits for an answer without a limit. If the process of the store is stopped, or its machine fails,
+    the connection stays open.
 
     Attributes:
         timeout_s: maximum wait for an answer.
@@ -65,14 +65,14 @@ class TimedStore:
         """Return the store's answer.
 
         Raises:
-            RuntimeError: there is none, now or at an earlier call; or it is the store's own error.
+            RuntimeError: there is no answer, now or at an earlier call; or the store's own error.
         """
         if not self._silent:
             try:
                 return call_within(self.timeout_s, call)
             except TimeoutError:
                 self._silent = True
-                abandon()  # the thread may come back while the interpreter ends
+                abandon()  # the thread may return while the interpreter ends
         raise RuntimeError(
             f"the store where ranks meet has not answered for {self.timeout_s:g} s: its process (rank 0's, or its "
             "launcher's) is stopped, or the link to its machine is down"

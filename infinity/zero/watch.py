@@ -1,9 +1,9 @@
-"""Says who is missing when a rank waits for long: the watchdog of one process group.
+"""The watchdog of one process group: if a rank waits for long, it names the missing rank.
 
-A thread tells the other ranks, in the store of `torch.distributed`, what this rank waits for or came back from. While
-this rank waits for long, it looks at what they tell and puts it into words: a warning once, and the error's cause if
-the wait ends in one. Whoever raises that error asks the thread for words that it has, never the store, which may be on
-the other side of the link that is down.
+A thread reports to the other ranks, in the store of `torch.distributed`, what this rank waits for or has returned from.
+While this rank waits for long, the thread reads the reports of the others. It logs a warning once, and keeps the words
+for the error in which the wait may end. Code that raises this error asks the thread for the words, and never the store,
+because the store may be unreachable.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 
 from infinity.zero.ending import is_abandoned
 
-_PERIOD_S = 5.0  # between what is told
-_SILENT = 3  # periods without a word
+_PERIOD_S = 5.0  # between two reports
+_SILENT = 3  # periods without a report
 _WARN_S = 60.0  # of waiting, and at most a quarter of the timeout
 
 _log = logging.getLogger(__name__)
 
 
 class Watch:
-    """What this rank waits for, and what the others say that they do.
+    """The reports of this rank and of the others.
 
     Args:
-        store: a place of its own in the store that the ranks share.
+        store: the store that the ranks share, with a prefix for these reports.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -39,19 +39,19 @@ class Watch:
         self._store = store
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
-        self._waits: dict[int, tuple[str, float]] = {}  # by thread: for what, and since when
-        self._last = ("nothing yet", time.monotonic())  # what it came back from
-        self._heard: dict[int, tuple[int, float]] = {}  # number of the last word of another rank, and when it was new
+        self._waits: dict[int, tuple[str, float]] = {}  # by thread: what it waits for, and since when
+        self._last = ("nothing yet", time.monotonic())  # the last wait that has ended
+        self._heard: dict[int, tuple[int, float]] = {}  # number of another rank's last report, and when it was new
         self._looked_s = time.monotonic()
         self._words: str | None = None
-        self._warned: float | None = None  # beginning of the wait that a warning is about
+        self._warned: float | None = None  # start of the wait for which a warning was logged
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._owner = 0
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """This thread waits for `what`, which other ranks take part in."""
+        """Report that this thread waits for `what`, in which other ranks take part, until the end of the context."""
         if self._owner != os.getpid():
             self._start()
         me = threading.get_ident()
@@ -63,7 +63,7 @@ class Watch:
             self._last = what, time.monotonic()
 
     def missing(self) -> str | None:
-        """Who is missing, in words; None if that is not known (yet)."""
+        """Return which ranks are missing, in words; None if it is not known (yet)."""
         unheard_s = time.monotonic() - self._looked_s
         if unheard_s > _SILENT * _PERIOD_S:
             return (
@@ -73,7 +73,7 @@ class Watch:
         return self._words
 
     def close(self) -> None:
-        """End the thread, if it is not held up by a store that does not answer."""
+        """End the thread, unless it waits for a store that does not answer."""
         self._over.set()
         if self._thread is not None and self._owner == os.getpid():
             self._thread.join(0 if is_abandoned() else 2 * _PERIOD_S)
@@ -122,8 +122,8 @@ class Watch:
             _log.warning("rank %d has waited %.0f s for %s: %s", self._rank, waited_s, what, self._words)
 
     def _of(self, rank: int, what: str) -> str | None:
-        """What another rank does that is not the same wait."""
-        if int(self._store.add(f"{rank}/there", 0)) == 0:  # the one look that never waits
+        """Return what another rank does; None if it is in the same wait."""
+        if int(self._store.add(f"{rank}/there", 0)) == 0:  # the only query that never waits
             return f"rank {rank} has waited for no other rank yet"
         word = json.loads(self._store.get(f"{rank}"))
         now_s = time.monotonic()
