@@ -39,7 +39,7 @@ class Due:
 
 @dataclass
 class Ahead:
-    """A speculative update, see [Note: updates ahead] in infinity/zero/in_flight.py.
+    """A speculative update, see [Note: updates ahead] in infinity/zero/speculation.py.
 
     Attributes:
         tiles: those that it updates.

@@ -38,6 +38,7 @@ from infinity.tiers import GradStore, Params, Residency
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
 from infinity.zero.ranks import Ranks
+from infinity.zero.speculation import Speculation
 from infinity.zero.unit import Foreseen, Unit
 from infinity.zero.views import ModelViews
 
@@ -58,6 +59,7 @@ class Executor:
 
     Attributes:
         gathering: unshards units that several ranks share.
+        speculation: the speculative updates.
         step_is_over: if False, updated units stay hidden, because in torch new values appear only with `step()`.
     """
 
@@ -81,6 +83,7 @@ class Executor:
         self._pipeline = pipeline
         self.cycle = cycle
         self.in_flight = in_flight
+        self.speculation = Speculation(params, grads, in_flight, pipeline, counters)
         self.gathering = Gathering(units, ranks, cycle.capacity_bytes, counters, cycle.ahead_bytes)
         self._scheduler = Scheduler(
             units,
@@ -101,7 +104,7 @@ class Executor:
 
         If this raises, none of these units stays pinned.
         """
-        if self.in_flight.speculative:
+        if self.speculation.units:
             self.roll_back(*rows)
         if self.gathering.ahead:
             self.gathering.make_way(rows)
@@ -198,9 +201,9 @@ class Executor:
             self._params.close_host(row.params)
 
     def _submit_ahead(self, row: Unit, action: actions.SubmitAhead) -> None:
-        if self.in_flight.can_speculate(row, action.write, action.needed):
+        if self.speculation.can_speculate(row, action.write, action.needed):
             row.views.hide_trained()
-            self.in_flight.speculate(row, action.write, action.needed)
+            self.speculation.speculate(row, action.write, action.needed)
 
     def _await_newest(self, row: Unit, _: actions.AwaitNewest) -> None:
         self.in_flight.wait_computed(row)
@@ -256,7 +259,7 @@ class Executor:
         if row.params.is_at_hand():
             self._do(actions.UpdateDue(row))
 
-    # Speculative updates, see [Note: updates ahead] in in_flight.py #
+    # Speculative updates, see [Note: updates ahead] in speculation.py #
 
     def begin_ahead(self) -> None:
         """From now on, write parameters to the other slot on NVMe, so that the current version of each unit stays."""
@@ -280,7 +283,7 @@ class Executor:
     def commit(self, row: Unit, indices: Collection[int]) -> None:
         """Commit the speculative update, which changed these parameters. The update of its other tiles is due now."""
         row.views.mark_stale(indices)
-        self.in_flight.commit(row)
+        self.speculation.commit(row)
         if row.ticket is None:
             self.in_flight.finished.append(row)
         if row.residency is not Residency.STORED:
@@ -302,14 +305,14 @@ class Executor:
         for row in ahead:
             if row.residency is Residency.FETCHING:  # prefetched by the plan
                 self._do(actions.OldParametersNeeded(row))
-        to_fetch = [row for row in ahead if row.residency is Residency.STORED and self.in_flight.needs_memory(row)]
+        to_fetch = [row for row in ahead if row.residency is Residency.STORED and self.speculation.needs_memory(row)]
         at_hand = [row for row in ahead if row not in to_fetch]
         with self._params.critical:  # until every newer copy in memory is dropped
-            stale = self.in_flight.roll_back(at_hand, self.free_gradients, grads=grads)
+            stale = self.speculation.roll_back(at_hand, self.free_gradients, grads=grads)
             self._spill_returned()
             for row in to_fetch:  # one by one: there may not be room for all of them
                 self._do(actions.OldParametersNeeded(row))
-                self.in_flight.roll_back([row], self.free_gradients, grads=grads)
+                self.speculation.roll_back([row], self.free_gradients, grads=grads)
             self._spill_returned()
             for row in ahead:
                 self.gathering.changed(row)
@@ -320,7 +323,7 @@ class Executor:
 
     def roll_back_all(self, *, grads: bool = True) -> bool:
         """Roll back all speculative updates. Return whether there were any."""
-        rows = self.in_flight.ahead
+        rows = self.speculation.ahead
         self.roll_back(*rows, grads=grads)
         return bool(rows)
 
@@ -333,7 +336,7 @@ class Executor:
         if row.due is not None:  # the last step's still needs its gradients; ranks also sum zeros of unused units
             self._do(actions.ParametersNeeded(row))
         if row.ahead is not None:
-            self.in_flight.finish_ahead(row, self.free_gradients)
+            self.speculation.finish_ahead(row, self.free_gradients)
             self._spill_returned()
         if self._scheduler.waits_for_memory and self.in_flight.some_ended:
             self.poll()

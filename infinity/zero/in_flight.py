@@ -1,37 +1,23 @@
-"""Updates, from the moment they are due until their values are in memory and written.
-
-[Note: updates ahead]
-If the global norm decides on an update (clipping, skipped steps), the update may run *speculatively*, before the norm
-is known, as if the norm were small. It runs on the tiles of a unit whose old version stays in another slot on NVMe
-(slots.py) or fits into the undo log (undo_log.py). Once the norm is known, the update is *committed*, and the
-remaining tiles are updated, or it is *rolled back*. Until then the unit keeps its gradients, unless they can be
-*reconstructed* from the two versions of all its states (see [Note: lost gradients] in csrc/adam/recovery.h): then
-their memory serves other units. Parameters can be reconstructed in the same way, so parameters that stay in memory need
-no slots and no write. Access to the unit's values or gradients from outside rolls the update back first.
-"""
+"""Updates, from the moment they are due until their values are in memory and written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
 import torch
 
-from infinity.errors import CapacityError, InfinityError
+from infinity.errors import CapacityError
 from infinity.kernels import update_on_device
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.ticket import Segment, UpdateTicket
 from infinity.optim.undo_log import Image
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import DeviceGrads, Fields, GradStore, Memory, Params, StateStore
+from infinity.tiers import DeviceGrads, Fields, GradStore, Params, StateStore
 from infinity.tiers.state_layout import StateLayout
-from infinity.zero.unit import Ahead, OldParams, Unit
-
-FreeGradients = Callable[[Unit], bool]
+from infinity.zero.unit import Unit
 
 
 class InFlight:
@@ -42,8 +28,6 @@ class InFlight:
 
     Attributes:
         finished: units whose updates are finished; the reader removes them.
-        speculative: units with speculative updates, in order of submission. After an interrupt it may contain a unit
-            without such an update, which `ahead` skips.
         gradients_returned: whether a speculative update has ended and returned its gradients, which may spill now; the
             reader resets it.
     """
@@ -59,7 +43,6 @@ class InFlight:
     ) -> None:
         self.finished: list[Unit] = []
         self.gradients_returned = False
-        self.speculative: dict[Unit, None] = {}
         self._params = params
         self._critical = params.critical
         self._grads = grads
@@ -123,14 +106,14 @@ class InFlight:
         with self._critical:
             self.open_host(row)
             tiles = None if row.begun is None else row.states.indices - row.begun
-            self._submit_job(row, self._take_due(row), write=write, needed=needed, tiles=tiles)
+            self.enqueue(row, self._take_due(row), write=write, needed=needed, tiles=tiles)
 
     def _take_due(self, row: Unit) -> tuple[Segment, ...]:
         segments = row.take_due()
         self._due.pop(row, None)
         return segments
 
-    def _submit_job(
+    def enqueue(
         self,
         row: Unit,
         segments: tuple[Segment, ...],
@@ -175,246 +158,6 @@ class InFlight:
         self._submitted[unit] = row
         row.submit(ticket, written, keeps=before is not None, reconstructable=reconstructable)
         return ticket
-
-    # Speculative updates, see [Note: updates ahead] #
-
-    @property
-    def ahead(self) -> list[Unit]:
-        """Units with speculative updates, in the pipeline or finished."""
-        return [row for row in self.speculative if row.ahead is not None]
-
-    def needs_memory(self, row: Unit) -> bool:
-        """Whether the unit must be in memory for a rollback, because its old parameters are reconstructed there."""
-        assert row.ahead is not None
-        on_drive = row.params.home is Memory.NVME
-        return on_drive and row.ahead.old_params is OldParams.STATES
-
-    def can_speculate(self, row: Unit, write: bool, needed: int) -> bool:
-        """Whether the expected update of the unit can be speculative, for at least one tile.
-
-        The unit and its gradients must be in memory and idle. If the undo log is full, this withdraws speculative
-        updates that have not started, of units that the next forward pass uses later. So the updates that remain when
-        the norm is known belong to the units that are used last.
-        """
-        old_params = self._old_params(row, write)
-        if self._can_roll_back(row, old_params):
-            return True
-        later = self._needed_later(needed)
-        if not self._can_roll_back(row, old_params, without=[ticket for _, ticket in later]):
-            return False
-        while not (can_roll_back := self._can_roll_back(row, old_params)) and later:
-            self._withdraw(*later.pop())
-        return bool(can_roll_back)
-
-    def _needed_later(self, needed: int) -> list[tuple[Unit, UpdateTicket]]:
-        """Return speculative updates in the undo log whose units are used after `needed`, the latest use last."""
-        found = [
-            (row, row.ticket)
-            for row in self.speculative
-            if row.ticket is not None and row.ahead is not None and row.ahead.old_params is OldParams.IMAGES
-        ]
-        return sorted((pair for pair in found if pair[1].needed > needed), key=lambda pair: pair[1].needed)
-
-    def _withdraw(self, row: Unit, ticket: UpdateTicket) -> None:
-        """Cancel a speculative update, unless the worker has already chosen it."""
-        with self._critical:
-            if self._pipeline.withdraw(ticket):
-                self._clear_ahead(row)
-                self.finish(row)
-
-    def _clear_ahead(self, row: Unit) -> None:
-        """Clear the unit's speculative update."""
-        row.decide()
-        self.speculative.pop(row, None)
-
-    def _old_params(self, row: Unit, write: bool) -> OldParams:
-        """Return where the expected update would keep the unit's old parameters.
-
-        Args:
-            write: whether the update writes the parameters home in any case; the other slot is then preferred.
-        """
-        params, rollback, foreseen = row.params, self._pipeline.rollback, row.foreseen
-        assert foreseen is not None
-        can_roll_back, can_put_back = params.can_roll_back(), params.can_put_back()
-        if can_roll_back and write:
-            return OldParams.SLOTS
-        is_reconstructable = can_put_back or (params.is_double_buffered and not self._params.keeps_steps)
-        if (
-            is_reconstructable
-            and rollback.can_recover_param(foreseen.segments, self._grads.dtype)
-            and rollback.keeps_all(row.states)
-        ):
-            return OldParams.STATES
-        if can_roll_back:
-            return OldParams.SLOTS
-        return OldParams.IMAGES if can_put_back else OldParams.NOWHERE
-
-    def _can_roll_back(
-        self, row: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()
-    ) -> frozenset[int]:
-        """Return the indices of tiles whose update could be rolled back if the updates in `without` were withdrawn."""
-        if old_params is OldParams.NOWHERE:
-            return frozenset()
-        return self._pipeline.can_roll_back(row.states, param=old_params is OldParams.IMAGES, without=without)
-
-    def speculate(self, row: Unit, write: bool, needed: int) -> None:
-        """Submit the speculative update of a unit that `can_speculate`.
-
-        Args:
-            write: see `submit`. If it is False, the parameters may still be written, so that the old ones stay in the
-                other slot.
-        """
-        foreseen = row.foreseen
-        assert foreseen is not None
-        segments = foreseen.segments
-        with self._critical:
-            self.open_host(row)
-            old_params = self._old_params(row, write)
-            tiles = self._can_roll_back(row, old_params)
-            before = self._pipeline.rollback.keep_before(row.states, tiles, param=old_params is OldParams.IMAGES)
-            reconstructs_grads = (
-                foreseen.grads_may_leave
-                and not before
-                and row.spills
-                and tiles == row.states.indices
-                and self._pipeline.rollback.can_recover(segments, self._grads.dtype)
-            )
-            ticket = self._submit_job(
-                row,
-                segments,
-                write=old_params is OldParams.SLOTS,
-                needed=needed,
-                tiles=tiles,
-                before=before,
-                reconstructs_grads=reconstructs_grads,
-                reconstructs_param=old_params is OldParams.STATES,
-            )
-            self.speculative[row] = None
-            row.speculate(Ahead(segments, tiles, ticket, old_params))
-
-    def commit(self, row: Unit) -> None:
-        """Commit the speculative update. If it left out tiles, their update is due now."""
-        with self._critical:
-            in_part = row.ahead is not None and row.ahead.tiles != row.states.indices
-            if in_part:
-                self._due[row] = None
-            ahead = row.commit(in_part=in_part)
-            self.speculative.pop(row, None)
-            if row.ticket is not None and not in_part:
-                row.keeps = False
-            elif not in_part:
-                self._grads.drop(row.grads)
-            self._pipeline.rollback.forget_before(ahead.ticket)
-
-    def roll_back(self, rows: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
-        """Roll back speculative updates: restore parameters and optimizer states.
-
-        Args:
-            free_gradients: frees memory for a unit's gradients; returns False if there is none to free.
-            grads: restore the gradients, too. If False, gradients that would have to be reconstructed are dropped.
-
-        Returns:
-            Units whose parameters were restored from their slots on NVMe. Their resident copy is stale.
-
-        Raises:
-            InfinityError: a module uses one of the units.
-            StorageError: the old values cannot be read.
-            CapacityError: host memory has no room for the gradients.
-        """
-        for row in rows:
-            if row.params.computed_on.pins > int(row.ticket is not None):
-                raise InfinityError(
-                    f"the values of unit `{row.name}` are asked for while backward uses it, after its update has "
-                    'begun: set tiering.update_schedule to "deferred"'
-                )
-        with self._critical:
-            aheads = [row.ahead for row in rows]
-            tickets = [ahead.ticket for ahead in aheads if ahead is not None]
-            submitted = [row for row in self._submitted.values() if row in rows]
-            for row in submitted:
-                assert row.ticket is not None
-                row.ticket.recovers = False  # its gradients are still in memory
-            self._pipeline.stop(tickets)
-            for row in submitted:
-                self.finish(row)
-            for row in rows:
-                self._recover(row, free_gradients, grads=grads, param=True)
-            self._pipeline.roll_back(tickets)
-            stale: list[Unit] = []
-            for row in rows:
-                assert row.ahead is not None
-                if row.ahead.old_params is OldParams.SLOTS:
-                    self._params.roll_back(row.params)
-                    stale.append(row)
-                elif row.ahead.old_params is OldParams.IMAGES:
-                    self._restore_from_undo_log(row)
-                self._pipeline.rollback.forget_before(row.ahead.ticket)
-                self._clear_ahead(row)
-        return stale
-
-    def _recover(self, row: Unit, free_gradients: FreeGradients, *, grads: bool, param: bool) -> None:
-        """Reconstruct the old values that a speculative update has not kept.
-
-        Args:
-            grads: reconstruct the gradients, if they were not kept; if False, drop them.
-            param: reconstruct the parameters, if they were not kept.
-        """
-        held, ahead = row.grads, row.ahead
-        assert ahead is not None
-        param = param and ahead.old_params is OldParams.STATES
-        if held.is_elsewhere and not grads:
-            self._grads.drop(held)
-        grads = held.is_elsewhere
-        if not grads and not param:
-            return
-        with self._critical:
-            buffer = self._room_for_grads(row, free_gradients) if grads else None
-            with self._changing(row) if param else nullcontext() as flat:
-                self._pipeline.recover(ahead.ticket, grad=buffer, param=flat)
-            if grads:
-                self._grads.rest(held)
-                self.gradients_returned = True
-
-    def _room_for_grads(self, row: Unit, free_gradients: FreeGradients) -> torch.Tensor:
-        while (buffer := self._grads.restore(row.grads)) is None:
-            if not free_gradients(row):
-                raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{row.name}`, whose update is rolled back: "
-                    "raise tiering.host_memory"
-                )
-        assert row.ahead is not None
-        # Parameters without a gradient and the padding are not reconstructed, but the norm of a shard includes them.
-        end = 0
-        for segment in sorted(row.ahead.ticket.segments, key=lambda each: each.start):
-            buffer[end : segment.start].zero_()
-            end = segment.stop
-        buffer[end:].zero_()
-        return buffer
-
-    def _restore_from_undo_log(self, row: Unit) -> None:
-        """Restore the parameters from the undo log."""
-        assert row.ahead is not None
-        with self._changing(row) as flat:
-            for start, values in self._pipeline.rollback.params_before(row.ahead.ticket):
-                flat[start : start + values.numel()].copy_(values)
-
-    @contextmanager
-    def _changing(self, row: Unit) -> Iterator[torch.Tensor]:
-        """Yield this rank's shard of the parameters, in the memory in which updates change it."""
-        self.open_host(row)
-        self._params.host_wait(row.params)
-        for move in self._params.begin_update(row.params):
-            move.wait(self._counters)
-        yield row.params.shard
-        self._params.close_host(row.params)
-
-    def finish_ahead(self, row: Unit, free_gradients: FreeGradients) -> None:
-        """Wait for a speculative update whose gradients are about to change, and mark it for rollback."""
-        if row.ticket is not None:
-            self.finish(row)
-        self._recover(row, free_gradients, grads=True, param=False)
-        assert row.ahead is not None
-        row.ahead = replace(row.ahead, segments=())
 
     def open_host(self, row: Unit) -> None:
         """Start to bring the unit's parameters to the memory in which updates change them.

@@ -6,7 +6,7 @@ lifecycles. Each transition is a method that checks the state before it:
 
     due:        None -> segments (ask) -> None (take_due)
     ticket:     None -> an update in the pipeline (submit) -> None (finish)
-    ahead:      None -> a speculative update (speculate) -> None (commit, decide)
+    ahead:      None -> a speculative update (speculate) -> None (decide)
 
 A unit with a speculative update has no update that is due.
 """
@@ -280,18 +280,6 @@ class Unit(UnitState):
         write, self.write = self.write, None  # the move refers to the update's memory
         self.ticket = None
         return ticket, write
-
-    def commit(self, *, in_part: bool) -> Ahead:
-        """Accept the speculative update.
-
-        Args:
-            in_part: whether it has updated only some tiles, so that the update of the others is due now.
-        """
-        ahead = self.decide()
-        if in_part:
-            self.begun = ahead.tiles
-            self.ask(ahead.segments)
-        return ahead
 
     @property
     def speculated(self) -> tuple[Segment, ...] | None:

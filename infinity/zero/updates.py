@@ -5,7 +5,7 @@
 cannot keep up, those of the units that the next forward pass uses last run during that pass.
 `deferred`: once the global norm is known, unit by unit as the next forward pass fetches them.
 `speculative`: as `deferred`, but while recent steps neither clipped nor skipped, updates run speculatively during
-backward, see [Note: updates ahead] in in_flight.py.
+backward, see [Note: updates ahead] in speculation.py.
 `barrier`: all updates run inside `step()`.
 
 All schedules give the same numbers. `backward` cannot wait for the global norm, so it serves training without clipping.

@@ -16,6 +16,7 @@ from infinity.tiers.unit_params import UnitParams
 from infinity.zero.executor import Executor
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
+from infinity.zero.speculation import Speculation
 from infinity.zero.updates import Updates
 
 
@@ -109,9 +110,9 @@ def recording(recorder: Recorder) -> Iterator[None]:
         action(UpdatePipeline, "expect", lambda _, units: f"expect {names(units)}" if units else None)
         action(InFlight, "update_on_device", lambda _, row: f"update on the device {name(row.index)}")
         after(UpdatePipeline, "withdraw", lambda _, ticket: f"withdraw {name(ticket.unit)}")
-        action(InFlight, "commit", lambda _, row: f"commit {name(row.index)}")
+        action(Speculation, "commit", lambda _, row: f"commit {name(row.index)}")
         action(
-            InFlight,
+            Speculation,
             "roll_back",
             lambda _, rows, *__, **___: f"roll back {names(row.index for row in rows)}" if rows else None,
         )

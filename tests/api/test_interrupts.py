@@ -417,7 +417,7 @@ def test_an_interrupt_before_stale_copies_are_dropped_stops_the_engine(tmp_path,
     with engine_at(Case("speculative", "nvme", host_memory=106_496, clipping=1e6), tmp_path) as engine:
         one_step(engine, AT)
         engine.backward(engine(data(AT + 1, 0)))
-        assert engine._runtime.executor.in_flight.ahead
+        assert engine._runtime.executor.speculation.ahead
         monkeypatch.setattr(Executor, "_spill_returned", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.zero_grad()
@@ -456,6 +456,7 @@ OUTCOMES = [pytest.param(0.1, FIRST, id="reverted"), pytest.param(1e6, LAST, id=
         "tiers/params.py",
         "zero/executor.py",
         "zero/in_flight.py",
+        "zero/speculation.py",
         "zero/unit.py",
         "zero/updates.py",
     ],
@@ -471,7 +472,7 @@ def test_an_interrupt_of_speculative_updates_is_refused_or_leaves_no_trace(
 
 
 @pytest.mark.parametrize(("clipping", "occurrence"), OUTCOMES)
-@pytest.mark.parametrize("file", ["zero/in_flight.py", "optim/pipeline.py", "optim/undo_log.py"])
+@pytest.mark.parametrize("file", ["zero/speculation.py", "optim/pipeline.py", "optim/undo_log.py"])
 @pytest.mark.slow
 def test_an_interrupt_of_updates_with_an_undo_log_is_refused_or_leaves_no_trace(
     file, clipping, occurrence, tmp_path, monkeypatch

@@ -24,7 +24,7 @@ from infinity.tiers import GradStore, StateStore, UnitGrads
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero.foresight import Foresight
 from infinity.zero.gathering import Gathering
-from infinity.zero.in_flight import InFlight
+from infinity.zero.speculation import Speculation
 from infinity.zero.unit import Unit
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of, named_budget
@@ -47,18 +47,18 @@ def eager(monkeypatch) -> None:
 def seen(monkeypatch) -> list[str]:
     """A list that grows by the outcome of each speculative update: "committed" or "reverted"."""
     told: list[str] = []
-    commit, roll_back = InFlight.commit, InFlight.roll_back
+    commit, roll_back = Speculation.commit, Speculation.roll_back
 
-    def committed(self: InFlight, row: Unit) -> None:
+    def committed(self: Speculation, row: Unit) -> None:
         told.append("committed")
         commit(self, row)
 
-    def rolled_back(self: InFlight, rows: list[Unit], free: Callable[[Unit], bool], *, grads: bool) -> list[Unit]:
+    def rolled_back(self: Speculation, rows: list[Unit], free: Callable[[Unit], bool], *, grads: bool) -> list[Unit]:
         told.extend("reverted" for _ in rows)
         return roll_back(self, rows, free, grads=grads)
 
-    monkeypatch.setattr(InFlight, "commit", committed)
-    monkeypatch.setattr(InFlight, "roll_back", rolled_back)
+    monkeypatch.setattr(Speculation, "commit", committed)
+    monkeypatch.setattr(Speculation, "roll_back", rolled_back)
     return told
 
 
@@ -553,14 +553,14 @@ def test_speculative_updates_spill_no_gradients(eager, gradients, tmp_path) -> N
 def fetched(monkeypatch) -> list[int]:
     """Units that were fetched for a rollback of their updates."""
     units: list[int] = []
-    needs_memory = InFlight.needs_memory
+    needs_memory = Speculation.needs_memory
 
-    def told(self: InFlight, row: Unit) -> bool:
+    def told(self: Speculation, row: Unit) -> bool:
         needed = needs_memory(self, row)
         units.extend([row.index] * needed)
         return needed
 
-    monkeypatch.setattr(InFlight, "needs_memory", told)
+    monkeypatch.setattr(Speculation, "needs_memory", told)
     return units
 
 
@@ -666,7 +666,7 @@ def _train_on_rank(path: Path, home: str) -> list[list[float]]:
 def test_a_unit_whose_update_may_be_speculative_is_unsharded_again_on_all_ranks(eager, monkeypatch, tmp_path) -> None:
     """Whether its rank had room or not: else some ranks would unshard fewer units than others, and hang."""
     changed: set[int] = set()
-    monkeypatch.setattr(InFlight, "can_speculate", lambda *_: False)
+    monkeypatch.setattr(Speculation, "can_speculate", lambda *_: False)
     monkeypatch.setattr(Gathering, "changed", lambda _, row: changed.add(row.index))
     with engine_of(tmp_path, "speculative") as engine:
         engine.backward(loss_of(engine, DATA[0]))

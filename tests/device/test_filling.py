@@ -18,7 +18,7 @@ from infinity.schedule import on_device
 from infinity.schedule import placement as placement_module
 from infinity.zero.filling import Filling
 from infinity.zero.foresight import Foresight
-from infinity.zero.in_flight import InFlight
+from infinity.zero.speculation import Speculation
 from infinity.zero.unit import Unit
 from tests.behaviour.reference import Placement, Recipe, Result, batches
 from tests.behaviour.test_parity import assert_same_bits
@@ -67,14 +67,14 @@ def test_any_order_of_moving_states_to_the_device_and_back_has_the_same_bits(
     ahead: list[int] = []
     if recipe.clipping == SOMETIMES:
         recipe = replace(recipe, clipping=middle_norm("gpt2", recipe.precision, recipe.accumulation))
-        speculate = InFlight.speculate
+        speculate = Speculation.speculate
 
-        def counted(self: InFlight, row: Unit, *rest: Any) -> None:
+        def counted(self: Speculation, row: Unit, *rest: Any) -> None:
             ahead.append(row.index)
             speculate(self, row, *rest)
 
         monkeypatch.setattr(Foresight, "speculates", True)
-        monkeypatch.setattr(InFlight, "speculate", counted)
+        monkeypatch.setattr(Speculation, "speculate", counted)
     sometimes = recipe.clipping not in (0.0, 0.5)
     chance = random.Random(f"{recipe}{tier}")
     data = batches(recipe.steps * recipe.accumulation)

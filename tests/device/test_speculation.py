@@ -12,7 +12,7 @@ from infinity.errors import CapacityError
 from infinity.schedule import on_device
 from infinity.zero import filling
 from infinity.zero.foresight import Foresight
-from infinity.zero.in_flight import InFlight
+from infinity.zero.speculation import Speculation
 from infinity.zero.unit import Unit
 from tests.behaviour.reference import Placement, Recipe, named_budget
 from tests.behaviour.test_parity import assert_same_bits
@@ -58,14 +58,14 @@ def test_the_bits_are_those_of_the_cpu(
     params, states, keeps, clipping, accumulation, speed, tmp_path, monkeypatch
 ) -> None:
     ahead: list[int] = []
-    speculate = InFlight.speculate
+    speculate = Speculation.speculate
 
-    def counted(self: InFlight, row: Unit, *rest: object) -> None:
+    def counted(self: Speculation, row: Unit, *rest: object) -> None:
         ahead.append(row.index)
         speculate(self, row, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Foresight, "speculates", True)
-    monkeypatch.setattr(InFlight, "speculate", counted)
+    monkeypatch.setattr(Speculation, "speculate", counted)
     clipping = middle_norm("gpt2", "bf16", accumulation) if clipping == SOMETIMES else clipping
     recipe = Recipe("bf16", accumulation, clipping, STEPS)
     # Crash-consistent steps double-buffer the states in memory, too; the others keep an undo log, if it has room.
