@@ -18,6 +18,7 @@ from infinity.simulation.drive import Drive, Memory
 from infinity.simulation.invariants import most_actions, violate
 from infinity.tiers.copies import Move, State
 from infinity.tiers.grads import Arrival, GradHomes, GradStore, UnitGrads
+from infinity.tiers.norms import Coming
 
 if TYPE_CHECKING:
     from infinity.simulation.model import UnitSpec
@@ -47,11 +48,11 @@ class _Norms:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def bring(self, unit: int, gradients: _Gradients, into: Memory) -> Transfer:
+    def bring(self, unit: int, gradients: _Gradients, into: Memory) -> Coming:
         def end(_: Operation) -> None:
             into.value = max(into.value or (gradients.value[0], 0), gradients.value)
 
-        return Transfer(self._clock, self._clock.start("download", unit, end))
+        return Coming(torch.empty(0), Transfer(self._clock, self._clock.start("download", unit, end)))
 
 
 class GradMemory:

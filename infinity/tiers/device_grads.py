@@ -9,9 +9,8 @@ import torch
 
 from infinity.memory import Budget
 from infinity.memory.critical_section import CriticalSection
-from infinity.tiers.copies import Transfer
 from infinity.tiers.grads import UnitGrads
-from infinity.tiers.norms import Norms
+from infinity.tiers.norms import Coming, Measures, Norms
 
 
 @dataclass(eq=False)
@@ -50,8 +49,8 @@ class DeviceGrads(_DeviceBuffers):
     """Flat gradient buffers of units that are updated on the device, from the first gradient to the end of the update.
 
     The methods are those of `GradStore`, without a hand-over: an update on the device reads the buffer and drops it.
-    All work on a buffer runs in the order of the compute stream, so no method waits, and freed memory may be reused at
-    once.
+    Gradients are measured in the last pass of a step. All work on a buffer runs in the order of the compute stream, so
+    no method waits, and freed memory may be reused at once.
 
     Args:
         norms: of parameters' gradients, measured on the device; closed by its creator.
@@ -60,6 +59,17 @@ class DeviceGrads(_DeviceBuffers):
     norms: Norms
 
     # Adding #
+
+    def add(
+        self, each: UnitGrads, part: int, index: int, place: slice, grad: torch.Tensor, stats: Measures, *, last: bool
+    ) -> bool:
+        buffer = self.open(each)
+        if buffer is None:
+            return False
+        values = buffer[place]
+        (values.add_ if part in stats else values.copy_)(grad.view(-1))
+        stats[part] = self.measure(each, index, values) if last else None
+        return True
 
     def open(self, each: UnitGrads) -> torch.Tensor | None:
         """Return the unit's gradients for accumulation, undefined if it has none yet; None while there is no room."""
@@ -70,10 +80,11 @@ class DeviceGrads(_DeviceBuffers):
                 each.there = self._allocated(each, "gradients")
         return each.there
 
-    def measure(self, each: UnitGrads, index: int, values: torch.Tensor) -> Transfer:
-        """Measure these gradients of the unit, and start copying the norm to `index` of `norms`."""
-        copy = each.measured = self.norms.bring(index, values)
-        return copy
+    def measure(self, each: UnitGrads, index: int, values: torch.Tensor) -> Coming:
+        """Measure these gradients of the unit, and start copying the norm with this index."""
+        coming = self.norms.bring(index, values)
+        each.measured = coming.copy
+        return coming
 
     def tensor(self, each: UnitGrads) -> torch.Tensor:
         assert each.there is not None

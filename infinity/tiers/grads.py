@@ -32,10 +32,12 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.io import IoFuture, Priority
+from infinity.kernels import GradStats, grad_stats, grad_store
 from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
-from infinity.tiers.norms import Norms
+from infinity.tiers.link import to_host
+from infinity.tiers.norms import Coming, Measures, Norms
 from infinity.tiers.slots import Extent
 from infinity.tiers.swap import SwapSpace
 
@@ -147,6 +149,7 @@ class GradStore:
         norms: of parameters' gradients, measured on the device; empty if the host measures them.
 
     Attributes:
+        streams: the first gradients of a step are downloaded while the device computes, which measures them.
         units: by index.
         dtype: dtype in which gradients are held (float32 if they are accumulated over micro-batches).
         leased: units that lease memory, or have a slot, for their copies; the longest first.
@@ -163,7 +166,10 @@ class GradStore:
         counters: Counters,
         swap: SwapSpace,
         norms: Norms,
+        *,
+        streams: bool = False,
     ) -> None:
+        self.streams = streams
         self.units = tuple(
             UnitGrads(unit, numel, here * dtype.itemsize)
             for unit, (numel, here) in enumerate(zip(numels, below, strict=True))
@@ -190,6 +196,33 @@ class GradStore:
         self._arriving: dict[UnitGrads, None] = {}  # units with gradients on their way from the device, oldest first
 
     # Adding #
+
+    def add(
+        self, each: UnitGrads, part: int, index: int, place: slice, grad: torch.Tensor, stats: Measures, *, last: bool
+    ) -> bool:
+        """Add gradients of a part of the unit, and measure them. Return False, and add nothing, while there is no room.
+
+        Args:
+            index: number of the part among the parts of all units.
+            place: their elements in the unit's gradients.
+            stats: of the unit's parts so far. A part without an entry has no gradients yet.
+            last: the result is final, unless more comes for the same part.
+        """
+        if self.streams and part not in stats and self.can_receive(each):
+            coming = self.receive(each, place.start, grad.view(-1), index)
+            if coming is not None:
+                stats[part] = coming
+            return coming is not None
+        buffer = self.open(each)
+        if buffer is None:
+            return False
+        here = grad if grad.is_cpu else to_host(grad, self._counters)
+        stats[part] = grad_store(buffer[place], here, accumulate=part in stats)
+        return True
+
+    def measure(self, each: UnitGrads, index: int, values: torch.Tensor) -> GradStats:
+        """Measure these gradients of the unit."""
+        return grad_stats(values)
 
     def open(self, each: UnitGrads) -> torch.Tensor | None:
         """Return the unit's gradients for accumulation; the content is undefined if it has none yet.
@@ -218,7 +251,7 @@ class GradStore:
         """
         return each.host.pins > 0 or each.arrival is not None or not (each.field.version or each.host.state is _WRITING)
 
-    def receive(self, each: UnitGrads, start: int, grad: torch.Tensor, index: int) -> Transfer | None:
+    def receive(self, each: UnitGrads, start: int, grad: torch.Tensor, index: int) -> Coming | None:
         """Start downloading gradients, and their norm after them; see `can_receive`.
 
         Args:
@@ -226,7 +259,7 @@ class GradStore:
             index: index of the norm in `norms`.
 
         Returns:
-            The last copy; None while there is no room, or while an update still uses the unit's last gradients.
+            The norm; None while there is no room, or while an update still uses the unit's last gradients.
         """
         if each.host.pins:
             return None
@@ -241,10 +274,10 @@ class GradStore:
         grad = grad.to(self.dtype)
         with self._critical:
             assert each.tensor is not None
-            copy = self.norms.bring(index, grad, each.tensor[start : start + grad.numel()])
-            each.arrival.add(copy, grad)
-        self._counters.moved("device_to_host", grad.nbytes, copy, each.unit, "gradients")
-        return copy
+            coming = self.norms.bring(index, grad, each.tensor[start : start + grad.numel()])
+            each.arrival.add(coming.copy, grad)
+        self._counters.moved("device_to_host", grad.nbytes, coming.copy, each.unit, "gradients")
+        return coming
 
     def tensor(self, each: UnitGrads) -> torch.Tensor:
         """Return the buffer of the unit's gradients, which are in host memory or on their way to it."""

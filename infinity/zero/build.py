@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import nn
@@ -51,7 +51,6 @@ from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.in_flight import InFlight
-from infinity.zero.landing import Stays, ToHost, parts_before
 from infinity.zero.model_parts import ModelParts
 from infinity.zero.partition import Partition, UnitLayout
 from infinity.zero.ranks import Ranks, is_first_process, least_of, ranks_on_this_machine
@@ -399,20 +398,20 @@ def _make_executor(
     plan: _Plan, model: nn.Module, memory: _Memory, states: StateStore, held: _Held, pipeline: UpdatePipeline
 ) -> Executor:
     """Create the executor, with the units' rows, their views, and the cycle of uses."""
-    sizing, params, grads = plan.sizing, held.params, held.grads
+    sizing, params, grads, there = plan.sizing, held.params, held.grads, held.grads_there
     capacity_bytes = plan.ranks.least(memory.there.params.capacity_bytes)
     moving = [spec.offloaded for spec in sizing.specs]
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ModelViews(writable=plan.config.zero.stage < 3)
     layouts = sizing.partition.units
-    first = parts_before(layouts, whole=sizing.rules.grads.reduces)[:-1]
+    *first, _ = _parts_before(layouts, whole=sizing.rules.grads.reduces)
     units = [
-        Unit(layout, each, UnitViews(layout, model, each, views), of_grads, grads, of_states, first_part)
+        Unit(layout, each, UnitViews(layout, model, each, views), of_grads, grads, there, of_states, first_part)
         for layout, each, of_grads, of_states, first_part in zip(
             layouts, params.units, grads.units, states.units, first, strict=True
         )
     ]
-    in_flight = InFlight(params, grads, held.grads_there, states, pipeline, memory.counters)
+    in_flight = InFlight(params, grads, there, states, pipeline, memory.counters)
     sharing = plan.groups.sharing
     advice = memory.there.advice
     return Executor(units, views, params, grads, in_flight, pipeline, cycle, memory.counters, advice, sharing)
@@ -453,16 +452,13 @@ def make_gradients(runtime: Runtime) -> Gradients:
             runtime.parts,
             partial,
         )
-    streams = rules.grads.stream and not runtime.parts.shares
-    there, counters = runtime.grads_there, runtime.counters
-    to_host = ToHost(runtime.grads, source, counters, streams=streams)
-    stays = None if there is None else Stays(there, source)
-    return Gradients(units, source, to_host, stays, runtime.sums, counters, runtime.parts)
+    streams = runtime.grads.streams or runtime.grads_there is not None
+    return Gradients(units, source, runtime.sums, runtime.counters, runtime.parts, streams=streams)
 
 
 def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:
     sizing = plan.sizing
-    parts = parts_before(sizing.partition.units, whole=sizing.rules.grads.reduces)[-1]
+    *_, parts = _parts_before(sizing.partition.units, whole=sizing.rules.grads.reduces)
     return GradStore(
         sizing.shards.numels,
         sizing.shards.below,
@@ -473,7 +469,17 @@ def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:
         memory.counters,
         memory.swap,
         Norms(sizing.rules.measured_there(parts), plan.link),
+        streams=sizing.rules.grads.stream and not plan.parts.shares,
     )
+
+
+def _parts_before(units: Sequence[UnitLayout], *, whole: bool) -> list[int]:
+    """Return for each unit the number of parts of the units before it, and behind them the number of all parts.
+
+    Args:
+        whole: a unit is one part, because ranks reduce it as one; if False, each parameter is a part.
+    """
+    return list(accumulate((1 if whole else len(unit.params) for unit in units), initial=0))
 
 
 def _tell_of_waiting(plan: _Plan, held: _Held) -> None:

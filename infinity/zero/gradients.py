@@ -12,11 +12,13 @@ from infinity.errors import InfinityError
 from infinity.kernels import GradStats
 from infinity.telemetry import Counters
 from infinity.tiers import DeviceSums
-from infinity.zero.landing import Landing, Stays, ToHost
+from infinity.tiers.norms import Coming, Measures
 from infinity.zero.model_parts import ModelParts, local_gradient
 from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend, Direct, Reduction
-from infinity.zero.unit import WHOLE, Coming, Measures, Unit
+from infinity.zero.unit import WHOLE, Unit
+
+_LAG = 2  # one unit's gradients are copied while the next is computed
 
 
 class Gradients:
@@ -24,9 +26,9 @@ class Gradients:
 
     Args:
         units: the rows of all units.
-        to_host, stays: bring them to where they are held; `stays` is None if none stay on the device.
         sums: sums over micro-batches on the device, as far as there is room.
         parts: the other parts of a divided model.
+        streams: gradients, or their norms, leave the device while it computes.
 
     Attributes:
         source: takes them from autograd.
@@ -38,25 +40,20 @@ class Gradients:
         self,
         units: Sequence[Unit],
         source: Direct | Reduction,
-        to_host: ToHost,
-        stays: Stays | None,
         sums: DeviceSums,
         counters: Counters,
         parts: ModelParts,
+        *,
+        streams: bool,
     ) -> None:
         self._units = units
         self.source = source
-        self._to_host = to_host
-        self._stays = stays
         self._sums = sums
         self._counters = counters
         self._parts = parts
         self.alone = source.groups.all.size * parts.ranks.size == 1
-        self.lag = max(to_host.lag, 0 if stays is None else stays.lag)
+        self.lag = _LAG if streams else 0
         self._last_pass = False
-
-    def _landing(self, unit: Unit) -> Landing:
-        return self._stays if self._stays is not None and unit.is_updated_on_device else self._to_host
 
     # Arriving #
 
@@ -79,7 +76,7 @@ class Gradients:
         """
         if self._last_pass and not self._sums.sums:
             return addend
-        unit, part, start, _, grad, *_ = addend
+        unit, part, place, grad, *_ = addend
         step = unit.total.step
         begins_here = (
             not self._last_pass
@@ -89,7 +86,7 @@ class Gradients:
         )
         if not begins_here and (unit.grads, part) not in self._sums.sums:
             return addend
-        self._sums.add(unit.grads, part, start, grad.view(-1))
+        self._sums.add(unit.grads, part, place.start, grad.view(-1))
         if self._last_pass:
             return addend._replace(values=self._sums.sums.pop((unit.grads, part)))
         self._note_come(addend)
@@ -114,7 +111,8 @@ class Gradients:
         """Return the device's sum of a part, to be added on the host."""
         start = 0 if part == WHOLE else unit.layout.params[part].offset
         values = self._sums.sums[unit.grads, part]
-        return Addend(unit, part, start, start + values.numel(), values, (), ())  # the parameters are recorded already
+        place = slice(start, start + values.numel())
+        return Addend(unit, part, place, values, (), ())  # the parameters are recorded already
 
     def all_come(self, unit: Unit) -> bool:
         """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
@@ -133,16 +131,22 @@ class Gradients:
             Whether all gradients of the unit have come in this backward pass; None if nothing was added for lack of
                 room.
         """
-        unit = addend.unit
-        total = unit.total
+        unit, part, place, grad, *_ = addend
+        total, store = unit.total, unit.grads_store
         step = total.step or total.begun()  # first, so that a buffer opened below can be dropped
-        is_first = not step.stats
-        landing = self._landing(unit)
-        if not landing.add(unit, addend, step.stats, last_pass=self._last_pass):
+        stats = step.stats
+        is_first = not stats
+        if not store.add(unit.grads, part, total.number(part), place, grad, stats, last=self._last_pass):
             return None
+        measured = stats[part]
+        if isinstance(measured, GradStats):
+            if self.source.shares:
+                stats[part] = self._counted(unit, part, measured)
+        elif measured is not None and not unit.is_updated_on_device:
+            unit.params.final = measured.copy
         if is_first:
             for low, high in self.source.gaps[unit.index]:
-                landing.store.tensor(unit.grads)[low:high] = 0  # kernels process the padding, too
+                store.tensor(unit.grads)[low:high] = 0  # kernels process the padding, too
         step.present.update(addend.present)
         total.of_pass.update(addend.of_pass)
         return self.source.tells_late or len(total.of_pass) == total.trained
@@ -194,10 +198,6 @@ class Gradients:
         step = unit.total.step
         return frozenset() if step is None else frozenset(step.present)
 
-    def have_come(self, unit: Unit) -> bool:
-        """Whether the measurements of the unit can be read without waiting."""
-        return self._landing(unit).store.has_come(unit.grads)
-
     def ask_others(self, unit: Unit) -> Vote:
         """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""
         spoilt, sharing = not self._is_finite_here(unit), self.source.groups.sharing
@@ -217,13 +217,28 @@ class Gradients:
 
     def _stats(self, unit: Unit) -> list[GradStats]:
         """Return the measurements of the unit's gradients. Blocks until they have come."""
-        stats, landing = self._measures(unit), self._landing(unit)
+        stats = self._measures(unit)
         for part in [part for part, measured in stats.items() if measured is None]:
-            stats[part] = landing.measure(unit, part)
+            stats[part] = self._measure(unit, part)
         for part, measured in reversed(tuple(stats.items())):  # after the last one all are there, so there is one wait
             if isinstance(measured, Coming):
-                stats[part] = landing.counted(unit, part, measured.stats(self._counters))
+                stats[part] = self._counted(unit, part, measured.stats(self._counters))
         return [measured for measured in stats.values() if isinstance(measured, GradStats)]
+
+    def _measure(self, unit: Unit, part: int) -> GradStats | Coming:
+        """Measure the present gradients of a part."""
+        measured = unit.grads_store.measure(unit.grads, unit.total.number(part), self._values(unit, part))
+        return self._counted(unit, part, measured) if isinstance(measured, GradStats) else measured
+
+    def _counted(self, unit: Unit, part: int, stats: GradStats) -> GradStats:
+        """Return the share of a measurement that counts for the model's norm."""
+        if not self.source.shares:
+            return stats
+        return self.source.measured(unit.layout, part, stats, self._values(unit, part))
+
+    @staticmethod
+    def _values(unit: Unit, part: int) -> torch.Tensor:
+        return unit.grads_store.tensor(unit.grads)[unit.total.place(part)]
 
     @staticmethod
     def _measures(unit: Unit) -> Measures:
@@ -270,7 +285,7 @@ class Gradients:
                 while self.try_add(self._sum_of(unit, part)) is None:  # in case of an error it stays on the device
                     self._have_freed(unit, free)
                 del self._sums.sums[held, part]
-        while (buffer := self._landing(unit).store.open(unit.grads)) is None:
+        while (buffer := unit.grads_store.open(unit.grads)) is None:
             self._have_freed(unit, free)
         return buffer
 
@@ -305,19 +320,9 @@ class Gradients:
 
     def remeasure(self, unit: Unit) -> None:
         """Measure the unit's gradients, which are in memory, again after a change from outside."""
-        stats, landing = self._measures(unit), self._landing(unit)
+        stats = self._measures(unit)
         for part in stats:
-            stats[part] = landing.measure(unit, part)
-
-    # Room #
-
-    def rest(self, unit: Unit) -> None:
-        """Note that the unit's gradients do not change for a while."""
-        self._landing(unit).store.rest(unit.grads)
-
-    def all_lack_room(self, unit: Unit) -> bool:
-        """Whether all ranks that share the unit's gradients have no capacity left for them."""
-        return self.alone or self._landing(unit).store.lacks_capacity(unit.grads)
+            stats[part] = self._measure(unit, part)
 
     # Ends #
 
@@ -361,7 +366,7 @@ class Gradients:
                 self._drop(unit)
 
     def _drop(self, unit: Unit) -> None:
-        store = self._landing(unit).store
+        store = unit.grads_store
         if store.holds(unit.grads):
             store.drop(unit.grads)
         unit.total.step = None

@@ -19,9 +19,8 @@ from infinity.config import Config
 from infinity.errors import InfinityError, NonFiniteError, UnscaledLossError
 from infinity.optim.loss_scale import LossScale
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import Norms
+from infinity.tiers.norms import Coming, Norms
 from infinity.zero.ranks import Ranks
-from infinity.zero.unit import Coming
 
 
 class _Scale(NamedTuple):
@@ -132,7 +131,7 @@ class Losses:
         if not self._early:
             return
         if late and self._norms and not loss.is_cpu:
-            self._coming = step, Coming(self._norms.values[0], self._norms.bring(0, loss.detach()))
+            self._coming = step, self._norms.bring(0, loss.detach())
         elif not self._agreed(bool(torch.isfinite(loss).all())):
             raise _not_finite(step, str(loss.item()))
 

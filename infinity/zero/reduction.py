@@ -47,15 +47,14 @@ class Addend(NamedTuple):
 
     Attributes:
         part: the index of a parameter, or WHOLE; parts are measured separately.
-        start, stop: position of `values`, contiguous, in the unit's buffer.
+        place: elements of the unit's buffer for `values`, which are contiguous.
         present: indices of parameters with a gradient in it.
         of_pass: indices of parameters with a gradient of the running backward pass.
     """
 
     unit: Unit
     part: int
-    start: int
-    stop: int
+    place: slice
     values: torch.Tensor
     present: Collection[int]
     of_pass: Collection[int]
@@ -88,8 +87,8 @@ class Direct:
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [gaps(unit.layout) for unit in units]
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> Addend | None:
-        place, here = unit.layout.params[index], (index,)
-        return Addend(unit, index, place.offset, place.offset + place.numel, grad.contiguous(), here, here)
+        info, here = unit.layout.params[index], (index,)
+        return Addend(unit, index, slice(info.offset, info.offset + info.numel), grad.contiguous(), here, here)
 
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
         """Do nothing: all passes are alike."""
@@ -549,7 +548,7 @@ class Reduction:
             self._used.add(reduction.of.row.index)
         if here or reduction.present is None:
             shard = reduction.shard.tensor
-            yield Addend(reduction.of.row, WHOLE, 0, shard.numel(), shard, here, of_pass)
+            yield Addend(reduction.of.row, WHOLE, slice(0, shard.numel()), shard, here, of_pass)
         self._scratch.give(reduction.shard)
 
     def measured(self, unit: UnitLayout, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:

@@ -13,19 +13,15 @@ A unit with a speculative update has no update that is due.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
-import torch
-
-from infinity.kernels import GradStats
 from infinity.optim.ticket import Segment, UpdateTicket
 from infinity.schedule.unit_state import UnitState
-from infinity.telemetry import Counters, StallCause
-from infinity.tiers import Field, GradStore, Memory, Move, Residency, Transfer, UnitGrads
+from infinity.tiers import DeviceGrads, Field, GradStore, Memory, Move, Residency, UnitGrads
 from infinity.tiers.copies import State
+from infinity.tiers.norms import Measures
 from infinity.tiers.states import UnitStates
 from infinity.tiers.unit_params import FlatSpec, UnitParams
 from infinity.zero.partition import UnitLayout
@@ -69,27 +65,6 @@ class Foreseen:
     grads_may_leave: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Coming:
-    """A measurement that is being copied from the device.
-
-    Attributes:
-        norm: Euclidean norm, float64, in host memory; NaN or infinite if one of the values is.
-    """
-
-    norm: torch.Tensor
-    copy: Transfer
-
-    def stats(self, counters: Counters) -> GradStats:
-        with counters.stalled(StallCause.HOST_LINK):
-            self.copy.result()
-        norm = self.norm.item()
-        return GradStats(norm * norm, math.isfinite(norm))
-
-
-Measures: TypeAlias = dict[int, GradStats | Coming | None]  # by part of a unit; None if not measured yet
-
-
 @dataclass(slots=True)
 class StepTotal:
     """A unit's gradients of this step so far: parameters that have one, and the measurements."""
@@ -124,12 +99,12 @@ class UnitTotal:
         """Return the number of a part among the parts of all units."""
         return self.first + (0 if part == WHOLE else part)
 
-    def part_of(self, flat: torch.Tensor, part: int) -> torch.Tensor:
-        """Return a part's values in the unit's buffer."""
+    def place(self, part: int) -> slice:
+        """Return a part's elements in the unit's buffer."""
         if part == WHOLE:
-            return flat
+            return slice(None)
         info = self.layout.params[part]
-        return flat[info.offset : info.offset + info.numel]
+        return slice(info.offset, info.offset + info.numel)
 
 
 class Shared:
@@ -174,6 +149,7 @@ class Unit(UnitState):
     __slots__ = (
         "_gradients",
         "_store",
+        "_store_there",
         "foreseen",
         "grads",
         "keeps",
@@ -198,6 +174,7 @@ class Unit(UnitState):
         views: UnitViews,
         grads: UnitGrads,
         store: GradStore,
+        store_there: DeviceGrads | None,
         states: UnitStates,
         first_part: int,
     ) -> None:
@@ -210,7 +187,7 @@ class Unit(UnitState):
         self.total = UnitTotal(layout, first_part, layout.trained)
         self.shared = Shared(spec) if spec.sharding.count > 1 else None
         self._gradients = grads.host
-        self._store = store
+        self._store, self._store_there = store, store_there
         self.states = states
         self.write: Move | None = None
         self.keeps = False
@@ -237,6 +214,12 @@ class Unit(UnitState):
     @property
     def gradients_have_room(self) -> bool:
         return self._store.can_submit(self.grads)
+
+    @property
+    def grads_store(self) -> GradStore | DeviceGrads:
+        """The memory of all units to which this step's gradients go."""
+        there = self._store_there
+        return there if there is not None and self.states.are_there else self._store
 
     @property
     def is_updated_on_device(self) -> bool:

@@ -215,7 +215,7 @@ class Updates:
         """
         updated = False
         for done, unit in enumerate(list(self._due)):
-            if done >= least and not (self._gradients.alone and self._gradients.have_come(unit)):
+            if done >= least and not (self._gradients.alone and unit.grads_store.has_come(unit.grads)):
                 break
             del self._due[unit]
             self._losses.check_late()
@@ -285,7 +285,7 @@ class Updates:
             return True
         if self._executor.free_gradients(unit):
             return True
-        if not self._gradients.all_lack_room(unit):
+        if not self._gradients.alone and not unit.grads_store.lacks_capacity(unit.grads):
             return False
         if self._executor.in_flight.is_busy:
             self._executor.drain()
@@ -312,7 +312,7 @@ class Updates:
 
     def rest(self, unit: Unit) -> None:
         """Note that the unit's gradients do not change for a while."""
-        self._gradients.rest(unit)
+        unit.grads_store.rest(unit.grads)
         self._executor.gradients_rest(unit)
 
     def held_values(self, unit: Unit) -> torch.Tensor:

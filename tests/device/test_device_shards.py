@@ -22,9 +22,8 @@ from infinity.integrations.deepspeed.values import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from infinity.tiers import AcceleratorLink, Params
+from infinity.tiers import AcceleratorLink, Params, grads
 from infinity.tiers.unit_params import UnitParams
-from infinity.zero import landing
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, named_budget
 from tests.device import simdev, target
@@ -51,7 +50,7 @@ def begin(speed: str | None = "slow_kernels") -> dist.ProcessGroup:
     """Give this rank an emulated device, and return the group of all ranks' devices."""
     simdev.load()
     simdev.configure(check=1, **(SPEEDS[speed] if speed else {}))
-    landing.to_host = _refused
+    grads.to_host = _refused
     return staged_group()
 
 

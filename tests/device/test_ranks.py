@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity.zero import landing
+from infinity.tiers import grads
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of
 from tests.behaviour.test_parity import assert_same_bits
@@ -53,7 +53,7 @@ def train_here(case: Shared, speed: str | None) -> tuple[Result, int]:
     if speed is not None:
         simdev.load()
         simdev.configure(check=1, **SPEEDS[speed])
-        landing.to_host = _refused  # gradients leave while the device computes on
+        grads.to_host = _refused  # gradients leave while the device computes on
         group = staged_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     data = batches(case.recipe.steps * case.recipe.accumulation * size)
