@@ -127,8 +127,7 @@ def count(engine: infinity.Engine) -> tuple[int, int, int, int]:
     lent = lease_bytes(each.lease for each in runtime.grads.units if each.lease is not None)
     tiles = [tile.lease for unit in units for tile in runtime.pipeline._states.units[unit].tiles]
     states = lease_bytes(tiles)
-    source = engine._step.gradients.source
-    here = [each.collected for each in getattr(source, "_units", ()) if each.collected is not None]
+    here = [row.total.collected for row in runtime.executor.units if row.total.collected is not None]
     collected = sum(storage_bytes(each.loan.tensor) for each in here)
     staging = runtime.arena.used_bytes - homes - own - lent - states
     return staying + homes, own + lent + collected, states, gathered + staging

@@ -441,7 +441,8 @@ def make_gradients(runtime: Runtime) -> Gradients:
             streams=rules.grads.stream,
         )
         numels, device = sizing.shards.numels, runtime.link.device
-        partial = {unit: PartialSum(numels[unit], sizing.grad_dtype, device) for unit in runtime.summed_once}
+        for unit in runtime.summed_once:
+            units[unit].total.partial = PartialSum(numels[unit], sizing.grad_dtype, device)
         source = Reduction(
             units,
             runtime.groups,
@@ -450,7 +451,6 @@ def make_gradients(runtime: Runtime) -> Gradients:
             device,
             runtime.counters,
             runtime.parts,
-            partial,
         )
     streams = runtime.grads.streams or runtime.grads_there is not None
     return Gradients(units, source, runtime.sums, runtime.counters, runtime.parts, streams=streams)

@@ -22,9 +22,9 @@ during the reduce-scatter of the next unit, each rank all-reduces its slice with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.partition import UnitLayout
 from infinity.zero.ranks import Pending
 from infinity.zero.reduction_order import ReductionOrder
-from infinity.zero.unit import WHOLE, Unit
+from infinity.zero.unit import WHOLE, Collected, Unit
 
 
 class Addend(NamedTuple):
@@ -58,20 +58,6 @@ class Addend(NamedTuple):
     values: torch.Tensor
     present: Collection[int]
     of_pass: Collection[int]
-
-
-@dataclass
-class _Collected:
-    """This rank's gradients of a unit that are not reduced yet, in one flat tensor.
-
-    Attributes:
-        present: parameters with a gradient.
-        of_pass: parameters with a gradient of the running pass.
-    """
-
-    loan: Loan
-    present: set[int] = field(default_factory=set)
-    of_pass: set[int] = field(default_factory=set)
 
 
 class Direct:
@@ -149,57 +135,13 @@ class _Reduction(NamedTuple):
         stays: the sum is only added to `partial`: the replicas add up in a later pass.
     """
 
-    of: _ReducedUnit
+    of: Unit
     whole: Loan | None
     shard: Loan
     present: torch.Tensor | None
     pending: tuple[Pending, ...]
     partial: PartialSum | None = None
     stays: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _ReducedUnit:
-    """One unit, and this rank's gradients of it.
-
-    Attributes:
-        unit: its layout.
-        first: number of its first parameter among those of all units.
-        trainable: the number of its parameters that have gradients.
-        shared: several modules use it.
-        partial: the group's sum so far, if its replicas add up once a step.
-        collected: gradients that are not reduced yet; None if there are none.
-        uses: number of calls in the forward of the running backward pass, if known.
-        left: number of these calls that backward has left.
-    """
-
-    row: Unit
-    unit: UnitLayout
-    first: int
-    trainable: int
-    shared: bool
-    partial: PartialSum | None
-    collected: _Collected | None = None
-    uses: int = 0
-    left: int = 0
-
-    @property
-    def held(self) -> PartialSum | None:
-        """The group's sum that is not added over the replicas yet; None if there is none."""
-        return self.partial if self.partial is not None and self.partial.held else None
-
-    @property
-    def present(self) -> set[int]:
-        """Slots with a gradient on this rank that is not reduced over all ranks yet."""
-        here = set() if self.collected is None else self.collected.present
-        return here if self.held is None else here | self.held.present
-
-    @property
-    def has_all(self) -> bool:
-        """Whether this rank has all gradients of the unit, after one call of its module or after all calls."""
-        if self.collected is not None and len(self.collected.of_pass) == self.trainable:
-            return True
-        return self.left >= self.uses
 
 
 class Reduction:
@@ -211,7 +153,6 @@ class Reduction:
         shared: units that several modules use.
         device: where the model computes.
         parts: the other parts of a divided model.
-        partial_sums: of units whose replicas add up once a step.
 
     Attributes:
         gaps: ranges of each unit's buffer that no addend fills.
@@ -228,17 +169,16 @@ class Reduction:
         device: torch.device,
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
-        partial_sums: Mapping[int, PartialSum] | None = None,
     ) -> None:
         self.groups = groups
         self._last = False
         self.gaps: Sequence[Sequence[tuple[int, int]]] = [()] * len(units)
-        self._units: list[_ReducedUnit] = []
-        self._count = 0  # of all units
-        for row in units:
-            unit, partial = row.layout, None if partial_sums is None else partial_sums.get(row.index)
-            self._units.append(_ReducedUnit(row, unit, self._count, unit.trained, row.index in shared, partial))
-            self._count += len(unit.params)
+        self._units = units
+        self._count = 0  # of all parameters
+        for unit in units:
+            stop = self._count + len(unit.layout.params)
+            unit.total.flags, self._count = slice(self._count, stop), stop
+            unit.total.shared = unit.index in shared
         self._journey = journey
         self._device = device
         self._scratch = scratch_on(device, read_late=journey.streams)
@@ -249,9 +189,9 @@ class Reduction:
         self._scattering: _Reduction | None = None
         self._averaging: _Reduction | None = None
         self._present = self._no_flags()
-        self._used: set[int] = set()  # units with a gradient on some rank
-        alone = (row.index for row in units if row.layout.trainable_numel and row.index not in shared)
-        self._order = ReductionOrder(reversed(list(alone)))
+        self._used: set[Unit] = set()  # units with a gradient on some rank
+        alone = [unit for unit in units if unit.layout.trainable_numel and not unit.total.shared]
+        self._order = ReductionOrder(reversed(alone))
         self._knows_order = False
 
     @property
@@ -262,13 +202,13 @@ class Reduction:
     @property
     def waits(self) -> bool:
         """Whether any gradients are not reduced over all ranks yet."""
-        return any(each.collected is not None or each.held is not None for each in self._units)
+        return any(unit.total.collected is not None or unit.total.held is not None for unit in self._units)
 
     def waiting(self) -> Iterator[tuple[Unit, set[int]]]:
         """Yield the parameters with gradients that are not reduced yet, by unit."""
-        for each in self._units:
-            if each.present:
-                yield each.row, each.present
+        for unit in self._units:
+            if unit.total.unreduced:
+                yield unit, unit.total.unreduced
 
     def _no_flags(self) -> torch.Tensor:
         """Return zeros, one for each parameter, to flag gradients that were reduced in this pass.
@@ -281,16 +221,16 @@ class Reduction:
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> Addend | None:
         """Collect a parameter's gradient. Return the gradients that are to be added at once."""
-        each = self._units[unit.index]
-        if self._journey.tells_early and unit.index in self._order.skipped:
+        total, place = unit.total, unit.layout.params[index]
+        if self._journey.tells_early and unit in self._order.skipped:
             raise InfinityError(
-                f"a gradient of `{each.unit.params[index].name}` has come, but this rank has not run its module in "
+                f"a gradient of `{place.name}` has come, but this rank has not run its module in "
                 "this pass, and other ranks may have updated it already: read it in the model's forward, or "
                 'set tiering.update_schedule to "deferred"'
             )
-        if each.collected is None:
-            each.collected = self._empty(each.unit)
-        collected, place = each.collected, each.unit.params[index]
+        if total.collected is None:
+            total.collected = self._empty(unit.layout)
+        collected = total.collected
         target = collected.loan.tensor[place.offset : place.offset + place.numel].view(place.shape)
         if index in collected.present:
             target.add_(grad)
@@ -300,8 +240,8 @@ class Reduction:
         collected.of_pass.add(index)
         return None
 
-    def _empty(self, unit: UnitLayout) -> _Collected:
-        return _Collected(self._scratch.take(unit.trainable_numel, self._journey.collect_dtype))
+    def _empty(self, unit: UnitLayout) -> Collected:
+        return Collected(self._scratch.take(unit.trainable_numel, self._journey.collect_dtype))
 
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
         """Begin a backward pass; `last` is whether it is the last one of a step.
@@ -313,32 +253,33 @@ class Reduction:
         self._last = last
         self._present = self._no_flags()
         calls = Counter(uses or ())
-        for unit, each in enumerate(self._units):
-            each.uses, each.left = calls[unit], 0
+        for unit in self._units:
+            unit.total.uses, unit.total.left = calls[unit.index], 0
         self._used.clear()
         if self._reduces and not self._knows_order:
-            self._learn_order(reversed(dict.fromkeys(uses or ())))
+            self._learn_order(reversed([self._units[index] for index in calls]))
             self._knows_order = True
-        self._order.begin(None if uses is None else calls.keys())
+        self._order.begin(None if uses is None else {self._units[index] for index in calls})
 
-    def _learn_order(self, order: Iterable[int]) -> None:
+    def _learn_order(self, order: Iterable[Unit]) -> None:
         """Replace every rank's order by rank 0's."""
         told = torch.full((len(self._units),), -1, dtype=torch.int64, device="cpu")
-        mine = torch.tensor([unit for unit in order if unit in self._order.order], dtype=torch.int64, device="cpu")
+        found = [unit.index for unit in order if unit in self._order.order]
+        mine = torch.tensor(found, dtype=torch.int64, device="cpu")
         told[: len(mine)] = mine
         with self.agreeing():
             self.groups.all.broadcast(told)
-        self._order.learn(int(unit) for unit in told if unit >= 0)
+        self._order.learn(self._units[int(index)] for index in told if index >= 0)
 
     def clear(self) -> None:
         """Drop the collected gradients, and the running pass."""
         self._reduces = False
-        for each in self._units:
-            if each.collected is not None:
-                dropped, each.collected = each.collected, None
+        for total in (unit.total for unit in self._units):
+            if total.collected is not None:
+                dropped, total.collected = total.collected, None
                 self._scratch.give(dropped.loan)
-            if each.partial is not None:
-                each.partial.held = False
+            if total.partial is not None:
+                total.partial.held = False
         # Do not wait for these, because other ranks may never answer. A collective that still writes keeps its memory.
         self._scattering = self._averaging = None
 
@@ -348,8 +289,7 @@ class Reduction:
         Args:
             of_all: return its sum over the ranks, which all call this; if False, this rank's gradient.
         """
-        each = self._units[unit.index]
-        place, collected, partial = each.unit.params[index], each.collected, each.held
+        place, collected, partial = unit.layout.params[index], unit.total.collected, unit.total.held
         mine = None
         if collected is not None and index in collected.present:
             mine = collected.loan.tensor[place.offset : place.offset + place.numel]
@@ -362,9 +302,9 @@ class Reduction:
         if mine is not None:
             total.copy_(mine)
         if partial is not None:
-            for part in each.unit.parts(self._journey.sharding, of=place):
+            for part in unit.layout.parts(self._journey.sharding, of=place):
                 total[part.param] += partial.values[part.shard]
-        self.groups.all.all_reduce(total, each.unit.name).wait()
+        self.groups.all.all_reduce(total, unit.layout.name).wait()
         return total.float()
 
     # Reducing #
@@ -372,21 +312,21 @@ class Reduction:
     def leave(self, unit: Unit) -> Iterator[Addend]:
         """Note that backward has left a module of the unit. Yield earlier reductions, and reduce the unit while
         backward goes on."""
-        each = self._units[unit.index]
-        each.left += 1
-        if self._reduces and not each.shared and each.has_all:
-            for due in self._order.leave(unit.index):
+        total = unit.total
+        total.left += 1
+        if self._reduces and not total.shared and total.has_all:
+            for due in self._order.leave(unit):
                 yield from self._reduce(due)
 
     def complete(self, unit: Unit) -> Iterator[Addend]:
         """Reduce the unit at once, when all micro-batches have left it: in the next round it may be evicted."""
-        self._order.complete(unit.index)
-        yield from self._reduce(unit.index)
+        self._order.over.add(unit)
+        yield from self._reduce(unit)
         yield from self._finish()
 
     def forward_order(self) -> Sequence[int]:
         """Return units in the expected order of the next forward, the same on all ranks; some may be missing."""
-        return self._order.order[::-1]
+        return [unit.index for unit in reversed(self._order.order)]
 
     def rest(self) -> Iterator[Addend]:
         """Reduce the units that other ranks have reduced in this backward, and this rank has not."""
@@ -406,23 +346,23 @@ class Reduction:
             if not order_suits:
                 self._learn_order(self._order.left)
             if self._last:  # in earlier passes, units with partial sums send no flags
-                self._order.note_used(self._used | {unit.index for unit, _ in self.told()})
-        for each in self._units:
-            if each.collected is not None:
-                each.collected.of_pass.clear()
+                self._order.note_used(self._used | {unit for unit, _ in self.told()})
+        for unit in self._units:
+            if unit.total.collected is not None:
+                unit.total.collected.of_pass.clear()
 
-    def _left(self) -> tuple[list[int], bool]:
+    def _left(self) -> tuple[list[Unit], bool]:
         """Return units whose gradients on some rank are not reduced yet, and whether the order has suited all ranks."""
         count = len(self._units)
         left = torch.zeros(count, dtype=torch.uint8, device="cpu")
-        for unit, each in enumerate(self._units):
-            if each.collected is not None or (self._last and each.held is not None):
-                left[unit] = 1
+        for unit in self._units:
+            if unit.total.collected is not None or (self._last and unit.total.held is not None):
+                left[unit.index] = 1
         told = self._no_flags()[:0]
         if self.tells_late:
-            for unit in left.nonzero():
-                each = self._units[int(unit)]
-                self._note(each, each.present)
+            for index in left.nonzero():
+                unit = self._units[int(index)]
+                self._note(unit, unit.total.unreduced)
             told = self._present
         path = self.groups.all.path.flags()
         flags = torch.cat([left, told, path, torch.tensor([not self._order.suits], dtype=torch.uint8, device="cpu")])
@@ -437,69 +377,67 @@ class Reduction:
             )
         if self.tells_late:
             self._present = told
-        return [int(unit) for unit in left.nonzero()], not bool(unsuited)
+        return [self._units[int(index)] for index in left.nonzero()], not bool(unsuited)
 
-    def _note(self, each: _ReducedUnit, indices: set[int]) -> None:
-        if not self._stays(each):
-            self._present[[each.first + index for index in indices]] = 1
+    def _note(self, unit: Unit, indices: set[int]) -> None:
+        if not self._stays(unit):
+            self._present[unit.total.flags][list(indices)] = 1
 
-    def _stays(self, each: _ReducedUnit) -> bool:
+    def _stays(self, unit: Unit) -> bool:
         """Whether the unit's gradients of this pass wait for the last one."""
-        return not self._last and each.partial is not None
+        return not self._last and unit.total.partial is not None
 
     def told(self) -> Iterator[tuple[Unit, list[int]]]:
         """Yield parameters with a gradient on some rank in the finished pass, by unit, unless addends named them."""
         if not (self._reduces and self.tells_late):
             return
-        for each in self._units:
-            flags = self._present[each.first : each.first + len(each.unit.params)]
-            indices = [int(index) for index in flags.nonzero()]
+        for unit in self._units:
+            indices = [int(index) for index in self._present[unit.total.flags].nonzero()]
             if indices:
-                yield each.row, indices
+                yield unit, indices
 
-    def _reduce(self, index: int) -> Iterator[Addend]:
+    def _reduce(self, unit: Unit) -> Iterator[Addend]:
         """Start to reduce a unit, after the one before it is added."""
-        each, journey = self._units[index], self._journey
-        unit = each.unit
-        numel = unit.trainable_numel
+        total, layout, journey = unit.total, unit.layout, self._journey
+        numel = layout.trainable_numel
         if not self._reduces or not numel:
             return
         yield from self._advance()
-        indices, stays = each.present, self._stays(each)
-        collected, each.collected = each.collected or self._empty(unit), None
+        indices, stays = total.unreduced, self._stays(unit)
+        collected, total.collected = total.collected or self._empty(layout), None
         whole = collected.loan
-        for start, stop in gaps(unit, collected.present):
+        for start, stop in gaps(layout, collected.present):
             whole.tensor[start:stop] = 0
         if whole.tensor.dtype is not journey.dtype:
             whole = self._scratch.take(numel, journey.dtype)
             whole.tensor.copy_(collected.loan.tensor)
             self._scratch.give(collected.loan)
-        partial = each.partial if stays else each.held
+        partial = total.partial if stays else total.held
         if partial is not None and stays:
             partial.hold(indices)
         elif partial is not None:
             partial.held = False  # this reduction completes it
         own = None
         if journey.sharding.count == 1:
-            sums = self.groups.replicas.all_reduce(whole.tensor, unit.name)
+            sums = self.groups.replicas.all_reduce(whole.tensor, layout.name)
         else:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
-            sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, unit.name)
+            sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, layout.name)
         # The flags are sent after the sums, because the sums detect a rank that is at another unit.
-        present, flags = (None, ()) if stays else self._tell(each, indices, collected.of_pass)
+        present, flags = (None, ()) if stays else self._tell(unit, indices, collected.of_pass)
         if own is None:
-            self._averaging = _Reduction(each, None, whole, present, (*flags, sums))
+            self._averaging = _Reduction(unit, None, whole, present, (*flags, sums))
         else:
-            self._scattering = _Reduction(each, whole, own, present, (*flags, sums), partial, stays)
+            self._scattering = _Reduction(unit, whole, own, present, (*flags, sums), partial, stays)
 
     def _tell(
-        self, each: _ReducedUnit, indices: set[int], of_pass: set[int]
+        self, unit: Unit, indices: set[int], of_pass: set[int]
     ) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
         """Return which parameters have a gradient on this rank and, after the pending exchange, on some rank."""
         if self.tells_late:
-            self._note(each, indices)
+            self._note(unit, indices)
             return None, ()
-        present = torch.zeros(2, len(each.unit.params), dtype=torch.uint8, device="cpu")
+        present = torch.zeros(2, len(unit.layout.params), dtype=torch.uint8, device="cpu")
         present[0, list(indices)] = 1
         present[1, list(of_pass)] = 1
         return present, (self.groups.all.any_of(present),)
@@ -526,7 +464,7 @@ class Reduction:
             else:
                 if scattered.partial is not None:
                     scattered.partial.add_to(scattered.shard.tensor)
-                name = scattered.of.unit.name
+                name = scattered.of.layout.name
                 sums = self.groups.replicas.all_reduce(scattered.shard.tensor, name)
                 self._averaging = scattered._replace(pending=(sums,))
         if complete is not None:
@@ -545,10 +483,10 @@ class Reduction:
         if reduction.present is not None:
             here, of_pass = ({int(index) for index in flags.nonzero()} for flags in reduction.present)
         if here:
-            self._used.add(reduction.of.row.index)
+            self._used.add(reduction.of)
         if here or reduction.present is None:
             shard = reduction.shard.tensor
-            yield Addend(reduction.of.row, WHOLE, slice(0, shard.numel()), shard, here, of_pass)
+            yield Addend(reduction.of, WHOLE, slice(0, shard.numel()), shard, here, of_pass)
         self._scratch.give(reduction.shard)
 
     def measured(self, unit: UnitLayout, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:

@@ -14,24 +14,34 @@ had a gradient on no rank for some passes drop out.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import Generic, TypeVar
 
 _PATIENCE = 8  # passes without a gradient on any rank after which a unit drops out
 
 
-class ReductionOrder:
+UnitT = TypeVar("UnitT")  # a unit, or its number
+
+
+class ReductionOrder(Generic[UnitT]):
     """The units of each pass, in the order of their reduction.
 
     Args:
         order: all units that backward may leave.
+
+    Attributes:
+        left: units that backward has left on this rank, in its order.
+        over: units that are reduced; the caller adds those that all ranks have reduced out of turn.
+        skipped: units that are reduced without a use on this rank.
+        suits: whether units could be reduced as backward left them.
     """
 
-    def __init__(self, order: Iterable[int]) -> None:
+    def __init__(self, order: Iterable[UnitT]) -> None:
         self.order = list(order)
         self._passes = 0
-        self._used: dict[int, int] = {}  # the last pass in which some rank had a gradient
+        self._used: dict[UnitT, int] = {}  # the last pass in which some rank had a gradient
         self.begin(None)
 
-    def begin(self, uses: Collection[int] | None) -> None:
+    def begin(self, uses: Collection[UnitT] | None) -> None:
         """Begin a pass.
 
         Args:
@@ -40,13 +50,13 @@ class ReductionOrder:
         self._passes += 1
         self._uses = uses
         self._position = 0
-        self._waiting: set[int] = set()  # left by backward, but behind units that are not
-        self._over: set[int] = set()
-        self.left: list[int] = []  # by backward on this rank
-        self.skipped: set[int] = set()  # reduced without a use on this rank
+        self._waiting: set[UnitT] = set()  # left by backward, but behind units that are not
+        self.over: set[UnitT] = set()
+        self.left: list[UnitT] = []
+        self.skipped: set[UnitT] = set()
         self.suits = True
 
-    def leave(self, unit: int) -> Iterator[int]:
+    def leave(self, unit: UnitT) -> Iterator[UnitT]:
         """Note that backward has left the unit and this rank adds no more to it. Yield the units to reduce now."""
         if unit in self.left:
             return
@@ -57,35 +67,31 @@ class ReductionOrder:
         self._waiting.add(unit)
         while self._position < len(self.order):
             due = self.order[self._position]
-            if due not in self._waiting and due not in self._over:
+            if due not in self._waiting and due not in self.over:
                 if self._uses is None or due in self._uses:
                     return
                 self.skipped.add(due)
             yield from self._advance()
 
-    def complete(self, unit: int) -> None:
-        """Note that all ranks have reduced the unit out of turn."""
-        self._over.add(unit)
-
-    def rest(self) -> Iterator[int]:
+    def rest(self) -> Iterator[UnitT]:
         """End the backward pass. Yield the units that are still to be reduced."""
         self.suits &= not self._waiting
         while self._position < len(self.order):
             yield from self._advance()
 
-    def _advance(self) -> Iterator[int]:
+    def _advance(self) -> Iterator[UnitT]:
         unit = self.order[self._position]
         self._position += 1
         self._waiting.discard(unit)
-        if unit not in self._over:
-            self._over.add(unit)
+        if unit not in self.over:
+            self.over.add(unit)
             yield unit
 
-    def learn(self, order: Iterable[int]) -> None:
+    def learn(self, order: Iterable[UnitT]) -> None:
         """Reduce units in this order from now on; all ranks have it. Others follow behind."""
         self.order = list(dict.fromkeys([*order, *self.order]))
 
-    def note_used(self, units: Iterable[int]) -> None:
+    def note_used(self, units: Iterable[UnitT]) -> None:
         """Note the units with a gradient on some rank in this pass. Units without one for some passes drop out."""
         self._used.update(dict.fromkeys(units, self._passes))
         self.order = [unit for unit in self.order if self._passes - self._used.get(unit, -_PATIENCE) < _PATIENCE]

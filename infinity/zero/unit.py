@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NoReturn
 
+from infinity.memory import Loan
 from infinity.optim.ticket import Segment, UpdateTicket
 from infinity.schedule.unit_state import UnitState
 from infinity.tiers import DeviceGrads, Field, GradStore, Memory, Move, Residency, UnitGrads
@@ -24,6 +25,7 @@ from infinity.tiers.copies import State
 from infinity.tiers.norms import Measures
 from infinity.tiers.states import UnitStates
 from infinity.tiers.unit_params import FlatSpec, UnitParams
+from infinity.zero.groups import PartialSum
 from infinity.zero.partition import UnitLayout
 from infinity.zero.views import UnitViews
 
@@ -74,14 +76,34 @@ class StepTotal:
 
 
 @dataclass(slots=True)
+class Collected:
+    """This rank's gradients of a unit that are not reduced yet, in one flat tensor.
+
+    Attributes:
+        present: parameters with a gradient.
+        of_pass: parameters with a gradient of the running pass.
+    """
+
+    loan: Loan
+    present: set[int] = field(default_factory=set)
+    of_pass: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
 class UnitTotal:
-    """The gradients of a unit so far.
+    """The gradients of a unit so far. If ranks reduce them, see also reduction.py.
 
     Attributes:
         first: number of the unit's first part among the parts of all units.
         trained: the number of its trained parameters.
-        of_pass: parameters whose gradient has arrived in the running pass.
+        of_pass: parameters whose gradient has come in the running pass, on some rank.
         step: None before the step's first gradient, and after the hand-over to an update.
+        collected: gradients that are not reduced yet; None if there are none.
+        partial: the group's sum so far, if its replicas add up once a step.
+        shared: several modules use it, so that it is reduced at the end of the pass.
+        flags: place of its parameters among those of all units.
+        uses: number of calls in the forward of the running backward pass, if known.
+        left: number of these calls that backward has left.
     """
 
     layout: UnitLayout
@@ -89,6 +111,12 @@ class UnitTotal:
     trained: int
     of_pass: set[int] = field(default_factory=set)
     step: StepTotal | None = None
+    collected: Collected | None = None
+    partial: PartialSum | None = None
+    shared: bool = False
+    flags: slice = field(default_factory=lambda: slice(0))
+    uses: int = 0
+    left: int = 0
 
     def begun(self) -> StepTotal:
         if self.step is None:
@@ -105,6 +133,24 @@ class UnitTotal:
             return slice(None)
         info = self.layout.params[part]
         return slice(info.offset, info.offset + info.numel)
+
+    @property
+    def held(self) -> PartialSum | None:
+        """The group's sum that is not added over the replicas yet; None if there is none."""
+        return self.partial if self.partial is not None and self.partial.held else None
+
+    @property
+    def unreduced(self) -> set[int]:
+        """Parameters with a gradient on this rank that is not reduced over all ranks yet."""
+        here = set() if self.collected is None else self.collected.present
+        return here if self.held is None else here | self.held.present
+
+    @property
+    def has_all(self) -> bool:
+        """Whether this rank has all gradients of the unit, after one call of its module or after all calls."""
+        if self.collected is not None and len(self.collected.of_pass) == self.trained:
+            return True
+        return self.left >= self.uses
 
 
 class Shared:

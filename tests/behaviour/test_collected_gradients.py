@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from infinity.zero.groups import Groups
 from infinity.zero.partition import ParamInfo, UnitLayout
 from infinity.zero.ranks import ALONE, Path, Ranks
 from infinity.zero.reduction import Addend, Journey, Reduction
-from infinity.zero.unit import Unit
+from infinity.zero.unit import Unit, UnitTotal
 
 NUMELS = [256, 64, 128, 64, 512, 64]  # the last is used by several modules
 SHARED = 5
@@ -86,21 +87,27 @@ class OneOfTwo:
         return Late(shard, flat[: shard.numel()])
 
 
+@dataclass(eq=False)
+class Row:
+    index: int
+    layout: UnitLayout
+    total: UnitTotal
+
+
 def unit(index: int, numel: int) -> Unit:
     infos = tuple(ParamInfo(f"{index}.{n}", (numel // 2,), numel // 2, n * numel // 2, True, 0) for n in range(2))
     layout = UnitLayout(index, str(index), infos, numel, numel, persistent=False)
-    return cast(Unit, SimpleNamespace(index=index, layout=layout))
+    return cast(Unit, Row(index, layout, UnitTotal(layout, index, layout.trained)))
 
 
-def backward(source: Reduction, value: float) -> Iterator[Addend]:
+def backward(source: Reduction, units: list[Unit], value: float) -> Iterator[Addend]:
     """The last module first; the shared unit's first gradient comes with the last module's."""
-    order = [SHARED, *reversed(range(SHARED))]
-    for index in order:
+    for row in [units[SHARED], *reversed(units[:SHARED])]:
         for parameter in range(2):
-            grad = torch.full((NUMELS[index] // 2,), value, dtype=torch.bfloat16)
-            addend = source.take(unit(index, NUMELS[index]), parameter, grad)
+            grad = torch.full((NUMELS[row.index] // 2,), value, dtype=torch.bfloat16)
+            addend = source.take(row, parameter, grad)
             assert addend is None
-        yield from source.leave(unit(index, NUMELS[index]))
+        yield from source.leave(row)
     yield from source.end_pass()
 
 
@@ -127,7 +134,7 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
     for _ in range(2):  # steps
         for micro_batch in range(2):
             source.begin_pass(last=micro_batch == 1)
-            for addend in backward(source, 1.0 + micro_batch):
+            for addend in backward(source, units, 1.0 + micro_batch):
                 assert len(set(addend.values.tolist())) == 1
                 assert addend.values.numel() == NUMELS[addend.unit.index] // sharding.count
                 sums[addend.unit.index] = sums.get(addend.unit.index, 0) + float(addend.values[0])

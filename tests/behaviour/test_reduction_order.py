@@ -11,7 +11,7 @@ UNITS = list(range(6))
 paths = st.lists(st.sampled_from(UNITS), unique=True)
 
 
-def reduced(order: ReductionOrder, path: list[int]) -> list[int]:
+def reduced(order: ReductionOrder[int], path: list[int]) -> list[int]:
     """What a rank reduces whose backward leaves these units."""
     order.begin(set(path))
     return [unit for left in path for unit in order.leave(left)] + list(order.rest())

@@ -510,10 +510,10 @@ _add("absent_not_reduced", "what other ranks alone have used is not reduced", (R
 
 
 @_mutant("each rank reduces gradients in the order in which its own backward leaves units", ReductionOrder, "leave")
-def _reduced_as_left(self: ReductionOrder, unit: int) -> Any:
+def _reduced_as_left(self: ReductionOrder[int], unit: int) -> Any:
     self.left.append(unit)
     if unit in self.order:
-        self.complete(unit)
+        self.over.add(unit)
         yield unit
 
 
