@@ -12,7 +12,7 @@ from infinity.errors import InfinityError
 from infinity.kernels import GradStats
 from infinity.telemetry import Counters
 from infinity.tiers import DeviceSums
-from infinity.tiers.norms import Coming, Measures
+from infinity.tiers.norms import Coming
 from infinity.zero.model_parts import ModelParts, local_gradient
 from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend, Direct, Reduction
@@ -116,13 +116,12 @@ class Gradients:
 
     def all_come(self, unit: Unit) -> bool:
         """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
-        return self.source.tells_late or len(unit.total.of_pass) == unit.total.trained
+        return self.source.tells_late or len(unit.running.came) == unit.total.trained
 
     @staticmethod
     def _note_come(addend: Addend) -> None:
-        total = addend.unit.total
-        total.begun().present.update(addend.present)
-        total.of_pass.update(addend.of_pass)
+        addend.unit.total.begun().present.update(addend.present)
+        addend.unit.running.came.update(addend.of_pass)
 
     def try_add(self, addend: Addend) -> bool | None:
         """Add to the host's gradients of a unit.
@@ -145,11 +144,12 @@ class Gradients:
         elif measured is not None and not unit.is_updated_on_device:
             unit.params.final = measured.copy
         if is_first:
-            for low, high in self.source.gaps[unit.index]:
+            for low, high in total.gaps:
                 store.tensor(unit.grads)[low:high] = 0  # kernels process the padding, too
         step.present.update(addend.present)
-        total.of_pass.update(addend.of_pass)
-        return self.source.tells_late or len(total.of_pass) == total.trained
+        came = unit.running.came
+        came.update(addend.of_pass)
+        return self.source.tells_late or len(came) == total.trained
 
     def begin_backward(self, *, last: bool, uses: Sequence[int] | None) -> None:
         """Begin a backward pass; `last` is whether it is the last one of a step.
@@ -166,7 +166,6 @@ class Gradients:
         self._note_told()
         if self._last_pass:
             yield from self.sums_left()
-        self._forget_pass()
 
     def _note_told(self) -> None:
         """Note which parameters have a gradient, now that it is known. Drop units in which none has one on any rank."""
@@ -179,24 +178,10 @@ class Gradients:
                 self._sums.sums.pop((unit.grads, WHOLE), None)
                 self._drop(unit)
 
-    def abort_backward(self) -> None:
-        """Forget the pass, which has failed."""
-        self.source.clear()
-        self._forget_pass()
-
-    def _forget_pass(self) -> None:
-        for unit in self._units:
-            unit.total.of_pass.clear()
-
     # Sums #
 
     def units_with_gradients(self) -> list[Unit]:
-        return [unit for unit in self._units if unit.total.step is not None and unit.total.step.present]
-
-    @staticmethod
-    def with_gradients(unit: Unit) -> frozenset[int]:
-        step = unit.total.step
-        return frozenset() if step is None else frozenset(step.present)
+        return [unit for unit in self._units if unit.total.present]
 
     def ask_others(self, unit: Unit) -> Vote:
         """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""
@@ -217,7 +202,7 @@ class Gradients:
 
     def _stats(self, unit: Unit) -> list[GradStats]:
         """Return the measurements of the unit's gradients. Blocks until they have come."""
-        stats = self._measures(unit)
+        stats = unit.total.stats
         for part in [part for part, measured in stats.items() if measured is None]:
             stats[part] = self._measure(unit, part)
         for part, measured in reversed(tuple(stats.items())):  # after the last one all are there, so there is one wait
@@ -240,13 +225,9 @@ class Gradients:
     def _values(unit: Unit, part: int) -> torch.Tensor:
         return unit.grads_store.tensor(unit.grads)[unit.total.place(part)]
 
-    @staticmethod
-    def _measures(unit: Unit) -> Measures:
-        return {} if unit.total.step is None else unit.total.step.stats
-
     def are_measured(self, unit: Unit) -> bool:
         """Whether the norm is known without reading the unit's gradients again."""
-        stats = self._measures(unit).values()
+        stats = unit.total.stats.values()
         return all(isinstance(each, GradStats) or (each is not None and not self._parts.shares) for each in stats)
 
     def sums_sq(self, unit: Unit) -> list[float]:
@@ -295,7 +276,7 @@ class Gradients:
         Raises:
             InfinityError: another part of it is reduced already.
         """
-        if index in self.with_gradients(unit):
+        if index in unit.total.present:
             self.check_reduced()
         return self.source.look(unit, index, of_all=of_all)
 
@@ -320,7 +301,7 @@ class Gradients:
 
     def remeasure(self, unit: Unit) -> None:
         """Measure the unit's gradients, which are in memory, again after a change from outside."""
-        stats = self._measures(unit)
+        stats = unit.total.stats
         for part in stats:
             stats[part] = self._measure(unit, part)
 

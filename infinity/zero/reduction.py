@@ -70,7 +70,8 @@ class Direct:
     def __init__(self, units: Sequence[Unit], parts: ModelParts) -> None:
         self._parts = parts
         self.shares = bool(parts.shares)
-        self.gaps: Sequence[Sequence[tuple[int, int]]] = [gaps(unit.layout) for unit in units]
+        for unit in units:
+            unit.total.gaps = gaps(unit.layout)
 
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> Addend | None:
         info, here = unit.layout.params[index], (index,)
@@ -155,7 +156,6 @@ class Reduction:
         parts: the other parts of a divided model.
 
     Attributes:
-        gaps: ranges of each unit's buffer that no addend fills.
         shares: other parts of the model hold some of the parameters, too, so `measured` must correct for them.
         groups: the ranks that share a sum, and the replicas that have the same shard.
     """
@@ -172,7 +172,6 @@ class Reduction:
     ) -> None:
         self.groups = groups
         self._last = False
-        self.gaps: Sequence[Sequence[tuple[int, int]]] = [()] * len(units)
         self._units = units
         self._count = 0  # of all parameters
         for unit in units:
@@ -254,18 +253,18 @@ class Reduction:
         self._present = self._no_flags()
         calls = Counter(uses or ())
         for unit in self._units:
-            unit.total.uses, unit.total.left = calls[unit.index], 0
+            unit.running.uses, unit.running.left = calls[unit.index], 0
         self._used.clear()
         if self._reduces and not self._knows_order:
-            self._learn_order(reversed([self._units[index] for index in calls]))
+            self._learn_order(reversed(list(calls)))
             self._knows_order = True
-        self._order.begin(None if uses is None else {self._units[index] for index in calls})
+        self._order.begin(None if uses is None else {unit for unit in self._units if unit.running.uses})
 
-    def _learn_order(self, order: Iterable[Unit]) -> None:
+    def _learn_order(self, order: Iterable[int]) -> None:
         """Replace every rank's order by rank 0's."""
         told = torch.full((len(self._units),), -1, dtype=torch.int64, device="cpu")
-        found = [unit.index for unit in order if unit in self._order.order]
-        mine = torch.tensor(found, dtype=torch.int64, device="cpu")
+        alone = {unit.index for unit in self._order.order}
+        mine = torch.tensor([index for index in order if index in alone], dtype=torch.int64, device="cpu")
         told[: len(mine)] = mine
         with self.agreeing():
             self.groups.all.broadcast(told)
@@ -312,9 +311,10 @@ class Reduction:
     def leave(self, unit: Unit) -> Iterator[Addend]:
         """Note that backward has left a module of the unit. Yield earlier reductions, and reduce the unit while
         backward goes on."""
-        total = unit.total
-        total.left += 1
-        if self._reduces and not total.shared and total.has_all:
+        total, running, collected = unit.total, unit.running, unit.total.collected
+        running.left += 1
+        has_all = collected is not None and len(collected.of_pass) == total.trained
+        if self._reduces and not total.shared and (has_all or running.left >= running.uses):
             for due in self._order.leave(unit):
                 yield from self._reduce(due)
 
@@ -344,7 +344,7 @@ class Reduction:
                 yield from self._reduce(unit)
             yield from self._finish()
             if not order_suits:
-                self._learn_order(self._order.left)
+                self._learn_order(unit.index for unit in self._order.left)
             if self._last:  # in earlier passes, units with partial sums send no flags
                 self._order.note_used(self._used | {unit for unit, _ in self.told()})
         for unit in self._units:

@@ -546,12 +546,12 @@ class Step(Listener):
         self._ranks.path.give_up()
         if isinstance(error, DivergedError):  # gathered units may mix values of several units, and some never arrive
             self.hooks.abandon()
-            self.gradients.abort_backward()
+            self.gradients.source.clear()
             self.fail(error)
             return
         if self._open is None or self._open.phase is Phase.BACKWARD:
             self._pass_failed = True
-            self.gradients.abort_backward()
+            self.gradients.source.clear()
             self._runtime.params.end_pass()
             self._end_cycle(learn=False)
             if self.updates.under_way:

@@ -13,6 +13,7 @@ A unit with a speculative update has no update that is due.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NoReturn
@@ -76,6 +77,25 @@ class StepTotal:
 
 
 @dataclass(slots=True)
+class UnitPass:
+    """A unit in the running backward pass.
+
+    Attributes:
+        in_parts: its gradients are complete only at the end of the pass.
+        came: parameters whose gradient has come, on some rank.
+        updated: the pass has updated it, perhaps speculatively.
+        uses: number of its calls in the forward, if known.
+        left: number of these calls that backward has left.
+    """
+
+    in_parts: bool = False
+    came: set[int] = field(default_factory=set)
+    updated: bool = False
+    uses: int = 0
+    left: int = 0
+
+
+@dataclass(slots=True)
 class Collected:
     """This rank's gradients of a unit that are not reduced yet, in one flat tensor.
 
@@ -96,27 +116,32 @@ class UnitTotal:
     Attributes:
         first: number of the unit's first part among the parts of all units.
         trained: the number of its trained parameters.
-        of_pass: parameters whose gradient has come in the running pass, on some rank.
+        gaps: ranges of its buffer that no addend fills.
         step: None before the step's first gradient, and after the hand-over to an update.
         collected: gradients that are not reduced yet; None if there are none.
         partial: the group's sum so far, if its replicas add up once a step.
         shared: several modules use it, so that it is reduced at the end of the pass.
         flags: place of its parameters among those of all units.
-        uses: number of calls in the forward of the running backward pass, if known.
-        left: number of these calls that backward has left.
     """
 
     layout: UnitLayout
     first: int
     trained: int
-    of_pass: set[int] = field(default_factory=set)
+    gaps: Sequence[tuple[int, int]] = ()
     step: StepTotal | None = None
     collected: Collected | None = None
     partial: PartialSum | None = None
     shared: bool = False
     flags: slice = field(default_factory=lambda: slice(0))
-    uses: int = 0
-    left: int = 0
+
+    @property
+    def present(self) -> frozenset[int]:
+        """Parameters with a gradient of this step."""
+        return frozenset() if self.step is None else frozenset(self.step.present)
+
+    @property
+    def stats(self) -> Measures:
+        return {} if self.step is None else self.step.stats
 
     def begun(self) -> StepTotal:
         if self.step is None:
@@ -144,13 +169,6 @@ class UnitTotal:
         """Parameters with a gradient on this rank that is not reduced over all ranks yet."""
         here = set() if self.collected is None else self.collected.present
         return here if self.held is None else here | self.held.present
-
-    @property
-    def has_all(self) -> bool:
-        """Whether this rank has all gradients of the unit, after one call of its module or after all calls."""
-        if self.collected is not None and len(self.collected.of_pass) == self.trained:
-            return True
-        return self.left >= self.uses
 
 
 class Shared:
@@ -185,6 +203,7 @@ class Unit(UnitState):
         grads: the memory of its gradients.
         states: its optimizer states.
         total: its gradients so far.
+        running: its part in the running backward pass; replaced when a pass begins.
         shared: None if this rank has all of the unit.
         begun: tiles that already have the update in `due`.
         write: the move with which the update of `ticket` writes the new parameters home; None if it does not.
@@ -201,6 +220,7 @@ class Unit(UnitState):
         "keeps",
         "layout",
         "params",
+        "running",
         "shared",
         "states",
         "total",
@@ -231,6 +251,7 @@ class Unit(UnitState):
         self.views = views
         self.grads = grads
         self.total = UnitTotal(layout, first_part, layout.trained)
+        self.running = UnitPass()
         self.shared = Shared(spec) if spec.sharding.count > 1 else None
         self._gradients = grads.host
         self._store, self._store_there = store, store_there

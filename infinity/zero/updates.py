@@ -30,7 +30,7 @@ from infinity.zero.gradients import Gradients
 from infinity.zero.losses import Losses
 from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend
-from infinity.zero.unit import Unit
+from infinity.zero.unit import Unit, UnitPass
 
 _OPEN_VOTES = 1  # units that the ranks may be voting on while they compute on
 
@@ -92,8 +92,6 @@ class Updates:
         self._votes: dict[Unit, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
         self._update_order: list[int] = []  # units in the order of their updates, probably that of the next step, too
         self._last_pass = False  # whether the running or latest backward pass is the step's last one
-        self._in_parts: frozenset[Unit] = frozenset()
-        self._updated: set[Unit] = set()  # units updated in the running backward pass, also speculatively
         self._early = True
         self._has_come = False  # a gradient, in the running backward pass
         self._foresight = Foresight()
@@ -110,9 +108,9 @@ class Updates:
         """
         self._last_pass = last
         self._early = early
-        self._in_parts = in_parts
         self._has_come = False
-        self._updated.clear()
+        for unit in self._executor.units:
+            unit.running = UnitPass(unit in in_parts)
         self._due.clear()
         self._votes.clear()
         self._pipeline.prefer(begun=True)
@@ -125,7 +123,8 @@ class Updates:
 
     def end_backward(self) -> None:
         """End the backward pass. This completes units in parts, and units with parameters that it has not reached."""
-        self._in_parts = frozenset()
+        for unit in self._executor.units:
+            unit.running.in_parts = False
         if self._last_pass and self._schedule is UpdateSchedule.BACKWARD:
             self._losses.check_late()
             # `torch.autograd.grad` with respect to inputs is such a pass too, and the step's last one may follow
@@ -134,7 +133,7 @@ class Updates:
 
     def in_parts(self, unit: Unit) -> None:
         """Note that the unit's gradients are complete only at the end of the running backward pass."""
-        self._in_parts |= {unit}
+        unit.running.in_parts = True
         self._due.pop(unit, None)
         self._votes.pop(unit, None)
 
@@ -144,7 +143,7 @@ class Updates:
         Raises:
             InfinityError: the unit has been updated.
         """
-        if unit not in self._updated:
+        if not unit.running.updated:
             return
         raise InfinityError(
             f"parameter `{unit.layout.params[index].name}` has got a second gradient in one backward "
@@ -163,7 +162,7 @@ class Updates:
         Raises:
             NonFiniteError: under the `backward` schedule, a gradient is not finite.
         """
-        if unit in self._in_parts:
+        if unit.running.in_parts:
             return
         if self._schedule is UpdateSchedule.BACKWARD:
             self._votes.pop(unit, None)  # more of its gradient has come since the vote began
@@ -183,7 +182,7 @@ class Updates:
         segments = self._segments(unit, 1.0 / self._losses.loss_scale.value)
         if self._executor.speculate(unit, segments, may_leave=self._gradients.are_measured(unit)):
             self._update_order.append(unit.index)
-            self._updated.add(unit)
+            unit.running.updated = True
             self._foresight.tried()
 
     def roll_back(self, *, grads: bool = True) -> None:
@@ -242,7 +241,7 @@ class Updates:
                 "deferred, which skips such a step"
             )
         self._update_order.append(unit.index)
-        self._updated.add(unit)
+        unit.running.updated = True
         self._sums_sq += self._gradients.sums_sq(unit)
         self._update(unit, self._segments(unit, 1.0))
 
@@ -301,7 +300,7 @@ class Updates:
         Returns:
             False if no gradient is final yet.
         """
-        waiting = [unit for unit in self._gradients.units_with_gradients() if unit not in self._in_parts]
+        waiting = [unit for unit in self._gradients.units_with_gradients() if not unit.running.in_parts]
         final = self._schedule is UpdateSchedule.BACKWARD and self._last_pass and self._early
         if not final or not waiting:
             return False
@@ -383,7 +382,7 @@ class Updates:
     def _update(self, unit: Unit, segments: tuple[Segment, ...]) -> None:
         self.under_way = True
         self._executor.step_is_over = False
-        indices = self._gradients.with_gradients(unit)
+        indices = unit.total.present
         for index in indices:
             name = unit.layout.params[index].name
             self.steps[name] = self.steps.get(name, 0) + 1
@@ -399,7 +398,7 @@ class Updates:
 
         A parameter without a gradient in this step is left alone, as torch does: no decay, no step.
         """
-        layout, present = unit.layout, self._gradients.with_gradients(unit)
+        layout, present = unit.layout, unit.total.present
         runs: list[tuple[int, int, int, int]] = []  # start, stop, group, step
         joinable = False
         for index, info in enumerate(layout.params):

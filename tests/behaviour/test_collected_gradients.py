@@ -18,7 +18,7 @@ from infinity.zero.groups import Groups
 from infinity.zero.partition import ParamInfo, UnitLayout
 from infinity.zero.ranks import ALONE, Path, Ranks
 from infinity.zero.reduction import Addend, Journey, Reduction
-from infinity.zero.unit import Unit, UnitTotal
+from infinity.zero.unit import Unit, UnitPass, UnitTotal
 
 NUMELS = [256, 64, 128, 64, 512, 64]  # the last is used by several modules
 SHARED = 5
@@ -92,12 +92,13 @@ class Row:
     index: int
     layout: UnitLayout
     total: UnitTotal
+    running: UnitPass
 
 
 def unit(index: int, numel: int) -> Unit:
     infos = tuple(ParamInfo(f"{index}.{n}", (numel // 2,), numel // 2, n * numel // 2, True, 0) for n in range(2))
     layout = UnitLayout(index, str(index), infos, numel, numel, persistent=False)
-    return cast(Unit, Row(index, layout, UnitTotal(layout, index, layout.trained)))
+    return cast(Unit, Row(index, layout, UnitTotal(layout, index, layout.trained), UnitPass()))
 
 
 def backward(source: Reduction, units: list[Unit], value: float) -> Iterator[Addend]:
