@@ -256,17 +256,17 @@ class UpdatePipeline:
             StorageError: they cannot be read or written.
         """
         self._park()
-        tiles = self._states.units[unit].tiles
+        each = self._states.units[unit]
         if there:
-            self._states.make_room_there(unit)
-            for tile in tiles:
+            self._states.make_room_there(each)
+            for tile in each.tiles:
                 self._ring.move_there(tile)
         else:
-            for write in [self._ring.move_back(tile) for tile in tiles]:
+            for write in [self._ring.move_back(tile) for tile in each.tiles]:
                 if write is not None:
                     write.result()
         self._ring.clear()
-        self._states.units[unit].note_homes()
+        each.note_homes()
 
     def take_over(self) -> None:
         """Load all states that an earlier process left on NVMe; no update may be queued.

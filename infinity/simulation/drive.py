@@ -55,7 +55,7 @@ class Drive:
 
     def reserve_slots(self, nbytes: int, bounds: Sequence[int]) -> SlotExtent:
         extent = SlotExtent((self.reserve(nbytes), self.reserve(nbytes)), tuple(bounds))
-        self.slots.add(extent)
+        self.slots.extents.append(extent)
         return extent
 
     def value(self, extent: Extent) -> Any:

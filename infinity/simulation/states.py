@@ -113,7 +113,7 @@ class States:
 
     def update_there(self, unit: int, target: int) -> None:
         """The device updates a unit whose states it has."""
-        with self.store.changing_there(unit):
+        with self.store.units[unit].changing_there():
             for tile in self.store.units[unit].tiles:
                 version = self._versions_there(unit).get(tile.start)
                 if version != target - 1:

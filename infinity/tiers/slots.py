@@ -114,31 +114,28 @@ class Slots:
     The compute thread closes epochs; the compute thread and the optimizer's worker write.
 
     Attributes:
+        extents: every process must append them in the same order.
         has_found: whether `found` of the extents is still valid; the reader resets it.
     """
 
     def __init__(self) -> None:
-        self._extents: list[SlotExtent] = []
+        self.extents: list[SlotExtent] = []
         self._epoch = 1
         self._gate: Future[None] | None = None  # of the epoch that was closed last
         self._open: deque[IoFuture] = deque()  # writes of this epoch
         self._failed: Exception | None = None  # error of a write of this epoch that has ended
         self.has_found = False
 
-    def add(self, extent: SlotExtent) -> None:
-        """Add an extent; every process must add them in the same order."""
-        self._extents.append(extent)
-
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return 2 * sum(extent.nbytes for extent in self._extents)
+        return 2 * sum(extent.nbytes for extent in self.extents)
 
     def layout(self) -> str:
         """Return a digest of the places of all extents."""
         places = [
             [extent.bounds, [[astuple(piece) for piece in slot.pieces] for slot in extent.slots]]
-            for extent in self._extents
+            for extent in self.extents
         ]
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
 
@@ -219,7 +216,7 @@ class Slots:
         self._gate = gate
         self._epoch += 1
         self.has_found = False
-        return b"".join(bytes(extent.newest) for extent in self._extents), writes
+        return b"".join(bytes(extent.newest) for extent in self.extents), writes
 
     # The state that an earlier process left #
 
@@ -228,11 +225,11 @@ class Slots:
 
         Raises InfinityError if the number of ranges differs.
         """
-        count = sum(len(extent.newest) for extent in self._extents)
+        count = sum(len(extent.newest) for extent in self.extents)
         if len(newest) != count or not set(newest) <= {0, 1}:
             raise InfinityError(f"it has {len(newest)} ranges, and this run has {count}")
         start = 0
-        for extent in self._extents:
+        for extent in self.extents:
             stop = start + len(extent.newest)
             extent.found = newest[start:stop]
             extent.take_found()

@@ -106,6 +106,16 @@ class UnitStates:
         """Return the tiles whose home is NVMe, from the tile `first` on."""
         return itertools.islice(self.stored, bisect_left(self.stored, first, key=attrgetter("index")), None)
 
+    @contextmanager
+    def changing_there(self) -> Iterator[Fields]:
+        """Change the unit's fields on the device inside of this context, in compute-stream order."""
+        assert self.fields is not None
+        for tile in self.tiles:
+            tile.begin_write(Memory.DEVICE)
+        yield self.fields
+        for tile in self.tiles:
+            tile.end_write(Memory.DEVICE, in_order=True)
+
 
 class StateStore:
     """The tiles of every unit and their homes.
@@ -153,9 +163,10 @@ class StateStore:
                 home = next(places)
                 lease = arena.lease(nbytes) if home is Memory.HOST else None
                 tiles.append(Tile(unit, index, start, numel, nbytes, home, lease, self._reserve(home, nbytes)))
-            self.units.append(UnitStates(tiles))
-            if self.units[unit].are_there:
-                self.make_room_there(unit)
+            each = UnitStates(tiles)
+            if each.are_there:
+                self.make_room_there(each)
+            self.units.append(each)
 
     def _reserve(self, home: Memory, nbytes: int) -> Extent | SlotExtent | None:
         if self._written_through or (self._double_buffered and home is Memory.NVME):
@@ -236,41 +247,30 @@ class StateStore:
 
     # The device #
 
-    def _there(self, unit: int) -> tuple[DeviceStates, Fields]:
-        """Return the device's memory, and the unit's part of it."""
-        fields = self.units[unit].fields
+    def _there(self, tile: Tile) -> tuple[DeviceStates, Fields]:
+        """Return the device's memory, and the part of the tile's unit."""
+        fields = self.units[tile.unit].fields
         assert self._device is not None
         assert fields is not None
         return self._device, fields
 
     def _download(self, tile: Tile, slot: Lease) -> None:
-        device, fields = self._there(tile.unit)
+        device, fields = self._there(tile)
         copy = device.download(fields, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
         tile.lease = slot
         tile.begin_move(Memory.DEVICE, Memory.HOST, copy, StallCause.HOST_LINK)
         self._counters.moved("device_to_host", tile.nbytes, copy, tile.unit, "states")
 
     def _upload(self, tile: Tile, slot: Lease) -> Transfer:
-        device, fields = self._there(tile.unit)
+        device, fields = self._there(tile)
         copy = device.upload(fields, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
         tile.begin_move(Memory.HOST, Memory.DEVICE, copy, StallCause.HOST_LINK)
         self._counters.moved("host_to_device", tile.nbytes, copy, tile.unit, "states")
         return copy
 
-    @contextmanager
-    def changing_there(self, unit: int) -> Iterator[Fields]:
-        """Change the fields of a unit on the device inside of this context, in compute-stream order."""
-        _, fields = self._there(unit)
-        for tile in self.units[unit].tiles:
-            tile.begin_write(Memory.DEVICE)
-        yield fields
-        for tile in self.units[unit].tiles:
-            tile.end_write(Memory.DEVICE, in_order=True)
-
-    def make_room_there(self, unit: int) -> None:
+    def make_room_there(self, each: UnitStates) -> None:
         """Allocate memory on the device for the unit's tiles, if they have none; raises torch.OutOfMemoryError."""
         assert self._device is not None
-        each = self.units[unit]
         if each.fields is None:
             each.fields = self._device.room(sum(tile.numel for tile in each.tiles))
 

@@ -166,7 +166,7 @@ class SwapSpace:
         except StorageError as error:
             raise self._two_slots(error) from error
         extent = SlotExtent(slots, tuple(bounds))
-        self.slots.add(extent)
+        self.slots.extents.append(extent)
         return extent
 
     def create(self) -> None:

@@ -411,7 +411,7 @@ def _make_executor(
             layouts, params.units, grads.units, states.units, first, strict=True
         )
     ]
-    in_flight = InFlight(params, grads, there, states, pipeline, memory.counters)
+    in_flight = InFlight(params, grads, pipeline, memory.counters)
     sharing = plan.groups.sharing
     advice = memory.there.advice
     return Executor(units, views, params, grads, in_flight, pipeline, cycle, memory.counters, advice, sharing)

@@ -15,16 +15,13 @@ from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.ticket import Segment, UpdateTicket
 from infinity.optim.undo_log import Image
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers import DeviceGrads, Fields, GradStore, Params, StateStore
+from infinity.tiers import Fields, GradStore, Params
 from infinity.tiers.state_layout import StateLayout
 from infinity.zero.unit import Unit
 
 
 class InFlight:
     """The units whose updates are due, in the pipeline, or finished.
-
-    Args:
-        device_grads: gradients of units whose states are on the device; None if there are no such units.
 
     Attributes:
         finished: units whose updates are finished; the reader removes them.
@@ -36,8 +33,6 @@ class InFlight:
         self,
         params: Params,
         grads: GradStore,
-        device_grads: DeviceGrads | None,
-        states: StateStore,
         pipeline: UpdatePipeline,
         counters: Counters,
     ) -> None:
@@ -48,8 +43,6 @@ class InFlight:
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
-        self._device_grads = device_grads
-        self._states = states
         self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed or have failed
         # The containers below keep only the order of units. The rows have the state: after an interrupt, an entry may
         # contradict its row.
@@ -84,14 +77,13 @@ class InFlight:
         The kernels are queued on the compute stream. Later work on that stream follows them, so no thread waits.
         """
         with self._critical:
-            assert self._device_grads is not None
             segments = self._take_due(row)
-            param, grad = self._params.begin_device_change(row.params), self._device_grads.tensor(row.grads)
-            with self._states.changing_there(row.index) as fields:
+            param, grad = self._params.begin_device_change(row.params), row.grads_store.tensor(row.grads)
+            with row.states.changing_there() as fields:
                 for segment in segments:
                     _update_segment(self._pipeline.layout, segment, param, grad, fields)
             self._params.end_device_change(row.params)
-            self._device_grads.drop(row.grads)
+            row.grads_store.drop(row.grads)
             self.finished.append(row)
 
     def submit(self, row: Unit, write: bool, needed: int) -> None:

@@ -49,7 +49,7 @@ def test_what_was_closed_last_is_never_overwritten(events) -> None:
     """A dict of bytes by (extent, slot, range) is the drive; every write has a number of its own."""
     slots, extents = Slots(), [extent(), extent(8 * BLOCK)]
     for each in extents:
-        slots.add(each)
+        slots.extents.append(each)
     drive: dict[tuple[int, int, int], int] = {}
     kept: dict[tuple[int, int], int | None] = {}
     bits = b""
@@ -82,7 +82,7 @@ def test_the_writes_of_an_epoch_can_be_rolled_back(events) -> None:
     """As above; `undo` finds what was the newest when the epoch began."""
     slots, extents = Slots(), [extent(), extent(8 * BLOCK)]
     for each in extents:
-        slots.add(each)
+        slots.extents.append(each)
     drive: dict[tuple[int, int, int], int] = {}
     ranges = range(len(BOUNDS) - 1)
 
