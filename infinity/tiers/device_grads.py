@@ -60,15 +60,13 @@ class DeviceGrads(_DeviceBuffers):
 
     # Adding #
 
-    def add(
-        self, each: UnitGrads, part: int, index: int, place: slice, grad: torch.Tensor, stats: Measures, *, last: bool
-    ) -> bool:
+    def add(self, each: UnitGrads, part: int, place: slice, grad: torch.Tensor, stats: Measures, *, last: bool) -> bool:
         buffer = self.open(each)
         if buffer is None:
             return False
         values = buffer[place]
         (values.add_ if part in stats else values.copy_)(grad.view(-1))
-        stats[part] = self.measure(each, index, values) if last else None
+        stats[part] = self.measure(each, part, values) if last else None
         return True
 
     def open(self, each: UnitGrads) -> torch.Tensor | None:
@@ -80,9 +78,9 @@ class DeviceGrads(_DeviceBuffers):
                 each.there = self._allocated(each, "gradients")
         return each.there
 
-    def measure(self, each: UnitGrads, index: int, values: torch.Tensor) -> Coming:
-        """Measure these gradients of the unit, and start copying the norm with this index."""
-        coming = self.norms.bring(index, values)
+    def measure(self, each: UnitGrads, part: int, values: torch.Tensor) -> Coming:
+        """Measure these gradients of a part of the unit, and start copying the norm."""
+        coming = self.norms.bring(each.number(part), values)
         each.measured = coming.copy
         return coming
 

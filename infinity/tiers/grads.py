@@ -110,6 +110,8 @@ class UnitGrads:
         extent: its place on the drive; None for a unit that does not spill.
         arrival: the copies on their way from the device.
         is_elsewhere: the gradients have no copy, and can only be reconstructed from the optimizer state.
+        first: number of its first part among the parts of all units. A part is a parameter, or the unit if ranks reduce
+            it as one, and has a norm.
         there: the flat gradients on the device, if they stay there, see device_grads.py; None while there are none.
         measured: the copy of the last norm of `there`.
         sum: memory on the device for sums over micro-batches, see `DeviceSums`; None if there is none.
@@ -124,6 +126,7 @@ class UnitGrads:
     extent: Extent | None = None
     arrival: Arrival | None = None
     is_elsewhere: bool = False
+    first: int = 0
     there: torch.Tensor | None = None
     measured: Transfer | None = None
     sum: torch.Tensor | None = None
@@ -136,6 +139,10 @@ class UnitGrads:
     def spills(self) -> bool:
         """Whether the unit shares its memory for gradients with other units, and has a place on the drive."""
         return self.extent is not None
+
+    def number(self, part: int) -> int:
+        """Return the number of a part, given as the index of a parameter or -1, among the parts of all units."""
+        return self.first + max(part, 0)
 
 
 class GradStore:
@@ -197,19 +204,16 @@ class GradStore:
 
     # Adding #
 
-    def add(
-        self, each: UnitGrads, part: int, index: int, place: slice, grad: torch.Tensor, stats: Measures, *, last: bool
-    ) -> bool:
+    def add(self, each: UnitGrads, part: int, place: slice, grad: torch.Tensor, stats: Measures, *, last: bool) -> bool:
         """Add gradients of a part of the unit, and measure them. Return False, and add nothing, while there is no room.
 
         Args:
-            index: number of the part among the parts of all units.
             place: their elements in the unit's gradients.
             stats: of the unit's parts so far. A part without an entry has no gradients yet.
             last: the result is final, unless more comes for the same part.
         """
         if self.streams and part not in stats and self.can_receive(each):
-            coming = self.receive(each, place.start, grad.view(-1), index)
+            coming = self.receive(each, place.start, grad.view(-1), each.number(part))
             if coming is not None:
                 stats[part] = coming
             return coming is not None
@@ -220,8 +224,8 @@ class GradStore:
         stats[part] = grad_store(buffer[place], here, accumulate=part in stats)
         return True
 
-    def measure(self, each: UnitGrads, index: int, values: torch.Tensor) -> GradStats:
-        """Measure these gradients of the unit."""
+    def measure(self, each: UnitGrads, part: int, values: torch.Tensor) -> GradStats:
+        """Measure these gradients of a part of the unit."""
         return grad_stats(values)
 
     def open(self, each: UnitGrads) -> torch.Tensor | None:

@@ -404,12 +404,9 @@ def _make_executor(
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ModelViews(writable=plan.config.zero.stage < 3)
     layouts = sizing.partition.units
-    *first, _ = _parts_before(layouts, whole=sizing.rules.grads.reduces)
     units = [
-        Unit(layout, each, UnitViews(layout, model, each, views), of_grads, grads, there, of_states, first_part)
-        for layout, each, of_grads, of_states, first_part in zip(
-            layouts, params.units, grads.units, states.units, first, strict=True
-        )
+        Unit(layout, each, UnitViews(layout, model, each, views), of_grads, grads, there, of_states)
+        for layout, each, of_grads, of_states in zip(layouts, params.units, grads.units, states.units, strict=True)
     ]
     in_flight = InFlight(params, grads, pipeline, memory.counters)
     sharing = plan.groups.sharing
@@ -458,8 +455,9 @@ def make_gradients(runtime: Runtime) -> Gradients:
 
 def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:
     sizing = plan.sizing
-    *_, parts = _parts_before(sizing.partition.units, whole=sizing.rules.grads.reduces)
-    return GradStore(
+    # Each parameter is a part, or each unit if ranks reduce it as one.
+    counts = [1 if sizing.rules.grads.reduces else len(unit.params) for unit in sizing.partition.units]
+    store = GradStore(
         sizing.shards.numels,
         sizing.shards.below,
         sizing.grad_dtype,
@@ -468,18 +466,12 @@ def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:
         plan.placement.grad_homes,
         memory.counters,
         memory.swap,
-        Norms(sizing.rules.measured_there(parts), plan.link),
+        Norms(sizing.rules.measured_there(sum(counts)), plan.link),
         streams=sizing.rules.grads.stream and not plan.parts.shares,
     )
-
-
-def _parts_before(units: Sequence[UnitLayout], *, whole: bool) -> list[int]:
-    """Return for each unit the number of parts of the units before it, and behind them the number of all parts.
-
-    Args:
-        whole: a unit is one part, because ranks reduce it as one; if False, each parameter is a part.
-    """
-    return list(accumulate((1 if whole else len(unit.params) for unit in units), initial=0))
+    for each, first in zip(store.units, accumulate(counts, initial=0), strict=False):
+        each.first = first
+    return store
 
 
 def _tell_of_waiting(plan: _Plan, held: _Held) -> None:

@@ -135,7 +135,7 @@ class Gradients:
         step = total.step or total.begun()  # first, so that a buffer opened below can be dropped
         stats = step.stats
         is_first = not stats
-        if not store.add(unit.grads, part, total.number(part), place, grad, stats, last=self._last_pass):
+        if not store.add(unit.grads, part, place, grad, stats, last=self._last_pass):
             return None
         measured = stats[part]
         if isinstance(measured, GradStats):
@@ -212,7 +212,7 @@ class Gradients:
 
     def _measure(self, unit: Unit, part: int) -> GradStats | Coming:
         """Measure the present gradients of a part."""
-        measured = unit.grads_store.measure(unit.grads, unit.total.number(part), self._values(unit, part))
+        measured = unit.grads_store.measure(unit.grads, part, self._values(unit, part))
         return self._counted(unit, part, measured) if isinstance(measured, GradStats) else measured
 
     def _counted(self, unit: Unit, part: int, stats: GradStats) -> GradStats:

@@ -114,7 +114,6 @@ class UnitTotal:
     """The gradients of a unit so far. If ranks reduce them, see also reduction.py.
 
     Attributes:
-        first: number of the unit's first part among the parts of all units.
         trained: the number of its trained parameters.
         gaps: ranges of its buffer that no addend fills.
         step: None before the step's first gradient, and after the hand-over to an update.
@@ -125,7 +124,6 @@ class UnitTotal:
     """
 
     layout: UnitLayout
-    first: int
     trained: int
     gaps: Sequence[tuple[int, int]] = ()
     step: StepTotal | None = None
@@ -147,10 +145,6 @@ class UnitTotal:
         if self.step is None:
             self.step = StepTotal()
         return self.step
-
-    def number(self, part: int) -> int:
-        """Return the number of a part among the parts of all units."""
-        return self.first + (0 if part == WHOLE else part)
 
     def place(self, part: int) -> slice:
         """Return a part's elements in the unit's buffer."""
@@ -242,7 +236,6 @@ class Unit(UnitState):
         store: GradStore,
         store_there: DeviceGrads | None,
         states: UnitStates,
-        first_part: int,
     ) -> None:
         spec = params.spec
         super().__init__(params.index, spec.name, spec.nbytes, offloaded=spec.offloaded, spills=grads.spills)
@@ -250,7 +243,7 @@ class Unit(UnitState):
         self.params = params
         self.views = views
         self.grads = grads
-        self.total = UnitTotal(layout, first_part, layout.trained)
+        self.total = UnitTotal(layout, layout.trained)
         self.running = UnitPass()
         self.shared = Shared(spec) if spec.sharding.count > 1 else None
         self._gradients = grads.host
