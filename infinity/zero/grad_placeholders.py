@@ -70,10 +70,6 @@ class GradPlaceholders:
 
     Args:
         model: its parameters that tensor parallelism has divided get no placeholder.
-
-    Attributes:
-        arrived: indices of the parameters, by unit, whose gradients have arrived in this backward pass; filled by the
-            caller.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
@@ -84,13 +80,12 @@ class GradPlaceholders:
                 if info.trainable and not is_distributed(param):
                     self._params.append(_Trained(unit, index, info.name, param))
         self._placed = False
-        self.arrived: dict[Unit, set[int]] = {}
 
     @torch.inference_mode(False)
     def place(self) -> None:
         """Place a placeholder for every gradient of this step, at the end of a backward pass."""
         for each in self._params:
-            each.has_gradient |= each.index in self.arrived.get(each.unit, ())
+            each.has_gradient |= each.index in each.unit.running.arrived
             if each.has_gradient:
                 if each.placeholder is None:
                     each.placeholder = GradPlaceholder(each.param)
@@ -103,7 +98,6 @@ class GradPlaceholders:
             if each.has_gradient and isinstance(each.param.grad, GradPlaceholder):
                 each.param.grad = None
         self._placed = False
-        self.arrived.clear()
 
     def clear(self) -> None:
         """Remove all placeholders, and forget the gradients."""

@@ -33,6 +33,7 @@ class Gradients:
     Attributes:
         source: takes them from autograd.
         alone: gradients can be checked at any time, because no other rank takes part in it.
+        last_pass: the running or latest backward pass is the step's last one.
         lag: number of units whose gradients may still be on their way from the device while the next is computed.
     """
 
@@ -53,12 +54,13 @@ class Gradients:
         self._parts = parts
         self.alone = source.groups.all.size * parts.ranks.size == 1
         self.lag = _LAG if streams else 0
-        self._last_pass = False
+        self.last_pass = False
 
     # Arriving #
 
     def take(self, unit: Unit, index: int, param: nn.Parameter) -> Addend | None:
         """Take `param.grad` away. Return the gradients that are to be added now."""
+        unit.running.arrived.add(index)
         grad = local_gradient(param)
         if grad is None:
             raise RuntimeError(f"gradient of {unit.layout.params[index].name} is missing when its hook runs")
@@ -74,12 +76,12 @@ class Gradients:
         Returns:
             The gradients for `try_add`; None if nothing leaves the device yet.
         """
-        if self._last_pass and not self._sums.sums:
+        if self.last_pass and not self._sums.sums:
             return addend
         unit, part, place, grad, *_ = addend
         step = unit.total.step
         begins_here = (
-            not self._last_pass
+            not self.last_pass
             and (step is None or part not in step.stats)
             and not unit.is_updated_on_device  # else its gradients never leave the device
             and self._sums.make_room(unit.grads)
@@ -87,14 +89,15 @@ class Gradients:
         if not begins_here and (unit.grads, part) not in self._sums.sums:
             return addend
         self._sums.add(unit.grads, part, place.start, grad.view(-1))
-        if self._last_pass:
+        if self.last_pass:
             return addend._replace(values=self._sums.sums.pop((unit.grads, part)))
-        self._note_come(addend)
+        unit.total.begun().present.update(addend.present)
+        unit.running.came.update(addend.of_pass)
         return None
 
     def finish(self) -> Iterator[Addend]:
         """Yield the step's remaining gradients, if the user says only now that its last pass is over."""
-        if not self._last_pass:
+        if not self.last_pass:
             self.source.begin_pass(last=True)
             yield from self.source.end_pass()
             self._note_told()
@@ -118,11 +121,6 @@ class Gradients:
         """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
         return self.source.tells_late or len(unit.running.came) == unit.total.trained
 
-    @staticmethod
-    def _note_come(addend: Addend) -> None:
-        addend.unit.total.begun().present.update(addend.present)
-        addend.unit.running.came.update(addend.of_pass)
-
     def try_add(self, addend: Addend) -> bool | None:
         """Add to the host's gradients of a unit.
 
@@ -135,7 +133,7 @@ class Gradients:
         step = total.step or total.begun()  # first, so that a buffer opened below can be dropped
         stats = step.stats
         is_first = not stats
-        if not store.add(unit.grads, part, place, grad, stats, last=self._last_pass):
+        if not store.add(unit.grads, part, place, grad, stats, last=self.last_pass):
             return None
         measured = stats[part]
         if isinstance(measured, GradStats):
@@ -157,14 +155,14 @@ class Gradients:
         Args:
             uses: see `Reduction.begin_pass`.
         """
-        self._last_pass = last
+        self.last_pass = last
         self.source.begin_pass(last=last, uses=uses)
 
     def end_backward(self) -> Iterator[Addend]:
         """End the pass after yielding its last gradients."""
         yield from self.source.end_pass()
         self._note_told()
-        if self._last_pass:
+        if self.last_pass:
             yield from self.sums_left()
 
     def _note_told(self) -> None:

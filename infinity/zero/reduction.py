@@ -236,7 +236,6 @@ class Reduction:
         else:
             target.copy_(grad)
         collected.present.add(index)
-        collected.of_pass.add(index)
         return None
 
     def _empty(self, unit: UnitLayout) -> Collected:
@@ -311,9 +310,9 @@ class Reduction:
     def leave(self, unit: Unit) -> Iterator[Addend]:
         """Note that backward has left a module of the unit. Yield earlier reductions, and reduce the unit while
         backward goes on."""
-        total, running, collected = unit.total, unit.running, unit.total.collected
+        total, running = unit.total, unit.running
         running.left += 1
-        has_all = collected is not None and len(collected.of_pass) == total.trained
+        has_all = total.collected is not None and len(running.arrived) == total.trained
         if self._reduces and not total.shared and (has_all or running.left >= running.uses):
             for due in self._order.leave(unit):
                 yield from self._reduce(due)
@@ -347,9 +346,6 @@ class Reduction:
                 self._learn_order(unit.index for unit in self._order.left)
             if self._last:  # in earlier passes, units with partial sums send no flags
                 self._order.note_used(self._used | {unit for unit, _ in self.told()})
-        for unit in self._units:
-            if unit.total.collected is not None:
-                unit.total.collected.of_pass.clear()
 
     def _left(self) -> tuple[list[Unit], bool]:
         """Return units whose gradients on some rank are not reduced yet, and whether the order has suited all ranks."""
@@ -424,22 +420,20 @@ class Reduction:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, layout.name)
         # The flags are sent after the sums, because the sums detect a rank that is at another unit.
-        present, flags = (None, ()) if stays else self._tell(unit, indices, collected.of_pass)
+        present, flags = (None, ()) if stays else self._tell(unit, indices)
         if own is None:
             self._averaging = _Reduction(unit, None, whole, present, (*flags, sums))
         else:
             self._scattering = _Reduction(unit, whole, own, present, (*flags, sums), partial, stays)
 
-    def _tell(
-        self, unit: Unit, indices: set[int], of_pass: set[int]
-    ) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
+    def _tell(self, unit: Unit, indices: set[int]) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
         """Return which parameters have a gradient on this rank and, after the pending exchange, on some rank."""
         if self.tells_late:
             self._note(unit, indices)
             return None, ()
         present = torch.zeros(2, len(unit.layout.params), dtype=torch.uint8, device="cpu")
         present[0, list(indices)] = 1
-        present[1, list(of_pass)] = 1
+        present[1, list(unit.running.arrived)] = 1
         return present, (self.groups.all.any_of(present),)
 
     def _finish(self) -> Iterator[Addend]:

@@ -688,7 +688,6 @@ class Step(Listener):
             if self.layer_major is not None:
                 raise InfinityError(USE_TRAIN_BATCH)
             self.losses.share_out(param.grad, opened.number)
-        self._grad_placeholders.arrived.setdefault(unit, set()).add(index)
         addend = self.gradients.take(unit, index, param)
         if addend is not None and self.updates.add(addend):
             self._complete(unit)

@@ -82,13 +82,15 @@ class UnitPass:
 
     Attributes:
         in_parts: its gradients are complete only at the end of the pass.
-        came: parameters whose gradient has come, on some rank.
+        arrived: parameters whose gradient has come from autograd.
+        came: parameters whose gradient is added to those of the step; it has come on some rank.
         updated: the pass has updated it, perhaps speculatively.
         uses: number of its calls in the forward, if known.
         left: number of these calls that backward has left.
     """
 
     in_parts: bool = False
+    arrived: set[int] = field(default_factory=set)
     came: set[int] = field(default_factory=set)
     updated: bool = False
     uses: int = 0
@@ -101,12 +103,10 @@ class Collected:
 
     Attributes:
         present: parameters with a gradient.
-        of_pass: parameters with a gradient of the running pass.
     """
 
     loan: Loan
     present: set[int] = field(default_factory=set)
-    of_pass: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)

@@ -91,7 +91,6 @@ class Updates:
         self._due: dict[Unit, None] = {}  # units with final gradients, which may still be on their way to the host
         self._votes: dict[Unit, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
         self._update_order: list[int] = []  # units in the order of their updates, probably that of the next step, too
-        self._last_pass = False  # whether the running or latest backward pass is the step's last one
         self._early = True
         self._has_come = False  # a gradient, in the running backward pass
         self._foresight = Foresight()
@@ -106,7 +105,6 @@ class Updates:
             in_parts: units whose gradients are complete only at its end.
             early: each gradient is final on arrival, because the step has one pass.
         """
-        self._last_pass = last
         self._early = early
         self._has_come = False
         for unit in self._executor.units:
@@ -125,7 +123,7 @@ class Updates:
         """End the backward pass. This completes units in parts, and units with parameters that it has not reached."""
         for unit in self._executor.units:
             unit.running.in_parts = False
-        if self._last_pass and self._schedule is UpdateSchedule.BACKWARD:
+        if self._gradients.last_pass and self._schedule is UpdateSchedule.BACKWARD:
             self._losses.check_late()
             # `torch.autograd.grad` with respect to inputs is such a pass too, and the step's last one may follow
             if self._has_come or not self._gradients.alone:
@@ -301,7 +299,7 @@ class Updates:
             False if no gradient is final yet.
         """
         waiting = [unit for unit in self._gradients.units_with_gradients() if not unit.running.in_parts]
-        final = self._schedule is UpdateSchedule.BACKWARD and self._last_pass and self._early
+        final = self._schedule is UpdateSchedule.BACKWARD and self._gradients.last_pass and self._early
         if not final or not waiting:
             return False
         self.final(waiting[-1])  # backward probably reached it first

@@ -106,6 +106,7 @@ def backward(source: Reduction, units: list[Unit], value: float) -> Iterator[Add
     for row in [units[SHARED], *reversed(units[:SHARED])]:
         for parameter in range(2):
             grad = torch.full((NUMELS[row.index] // 2,), value, dtype=torch.bfloat16)
+            row.running.arrived.add(parameter)
             addend = source.take(row, parameter, grad)
             assert addend is None
         yield from source.leave(row)
