@@ -112,9 +112,8 @@ class Gradients:
 
     def _sum_of(self, unit: Unit, part: int) -> Addend:
         """Return the device's sum of a part, to be added on the host."""
-        start = 0 if part == WHOLE else unit.layout.params[part].offset
         values = self._sums.sums[unit.grads, part]
-        place = slice(start, start + values.numel())
+        place = slice(0, values.numel()) if part == WHOLE else _place(unit, part)
         return Addend(unit, part, place, values, (), ())  # the parameters are recorded already
 
     def all_come(self, unit: Unit) -> bool:
@@ -221,7 +220,8 @@ class Gradients:
 
     @staticmethod
     def _values(unit: Unit, part: int) -> torch.Tensor:
-        return unit.grads_store.tensor(unit.grads)[unit.total.place(part)]
+        flat = unit.grads_store.tensor(unit.grads)
+        return flat if part == WHOLE else flat[_place(unit, part)]
 
     def are_measured(self, unit: Unit) -> bool:
         """Whether the norm is known without reading the unit's gradients again."""
@@ -349,3 +349,9 @@ class Gradients:
         if store.holds(unit.grads):
             store.drop(unit.grads)
         unit.total.step = None
+
+
+def _place(unit: Unit, index: int) -> slice:
+    """Return the elements of a parameter in its unit's buffer."""
+    info = unit.layout.params[index]
+    return slice(info.offset, info.offset + info.numel)

@@ -123,7 +123,6 @@ class UnitTotal:
         flags: place of its parameters among those of all units.
     """
 
-    layout: UnitLayout
     trained: int
     gaps: Sequence[tuple[int, int]] = ()
     step: StepTotal | None = None
@@ -145,13 +144,6 @@ class UnitTotal:
         if self.step is None:
             self.step = StepTotal()
         return self.step
-
-    def place(self, part: int) -> slice:
-        """Return a part's elements in the unit's buffer."""
-        if part == WHOLE:
-            return slice(None)
-        info = self.layout.params[part]
-        return slice(info.offset, info.offset + info.numel)
 
     @property
     def held(self) -> PartialSum | None:
@@ -243,7 +235,7 @@ class Unit(UnitState):
         self.params = params
         self.views = views
         self.grads = grads
-        self.total = UnitTotal(layout, layout.trained)
+        self.total = UnitTotal(layout.trained)
         self.running = UnitPass()
         self.shared = Shared(spec) if spec.sharding.count > 1 else None
         self._gradients = grads.host

@@ -98,7 +98,7 @@ class Row:
 def unit(index: int, numel: int) -> Unit:
     infos = tuple(ParamInfo(f"{index}.{n}", (numel // 2,), numel // 2, n * numel // 2, True, 0) for n in range(2))
     layout = UnitLayout(index, str(index), infos, numel, numel, persistent=False)
-    return cast(Unit, Row(index, layout, UnitTotal(layout, layout.trained), UnitPass()))
+    return cast(Unit, Row(index, layout, UnitTotal(layout.trained), UnitPass()))
 
 
 def backward(source: Reduction, units: list[Unit], value: float) -> Iterator[Addend]:
