@@ -137,10 +137,10 @@ class Accessors:
 
         Inside `no_sync` it is what this rank has, as if there were no others.
         """
-        step = self._step
-        found = step.gradients.collected_values(
-            self._runtime.row(place.unit), place.index, of_all=step.counter.synchronises
-        )
+        step, row = self._step, self._runtime.row(place.unit)
+        if place.index in row.total.present:  # another part of it is reduced already
+            step.gradients.check_reduced()
+        found = step.gradients.source.look(row, place.index, of_all=step.counter.synchronises)
         return found if found is None or step.counter.synchronises else found * step.losses.ranks_count
 
     def held_gradients(self, place: Place, what: str) -> torch.Tensor | None:

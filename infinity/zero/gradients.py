@@ -182,7 +182,7 @@ class Gradients:
 
     def ask_others(self, unit: Unit) -> Vote:
         """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""
-        spoilt, sharing = not self._is_finite_here(unit), self.source.groups.sharing
+        spoilt, sharing = not all(each.finite for each in self.stats(unit)), self.source.groups.sharing
         if self._parts.ranks.size == 1:
             return sharing.ask(spoilt)
         with self.source.agreeing():
@@ -194,11 +194,8 @@ class Gradients:
         with self.source.agreeing():
             return not vote.result()
 
-    def _is_finite_here(self, unit: Unit) -> bool:
-        return all(stats.finite for stats in self._stats(unit))
-
-    def _stats(self, unit: Unit) -> list[GradStats]:
-        """Return the measurements of the unit's gradients. Blocks until they have come."""
+    def stats(self, unit: Unit) -> list[GradStats]:
+        """Return the measurements of the unit's gradients, or of this rank's shard. Blocks until they have come."""
         stats = unit.total.stats
         for part in [part for part, measured in stats.items() if measured is None]:
             stats[part] = self._measure(unit, part)
@@ -228,15 +225,10 @@ class Gradients:
         stats = unit.total.stats.values()
         return all(isinstance(each, GradStats) or (each is not None and not self._parts.shares) for each in stats)
 
-    def sums_sq(self, unit: Unit) -> list[float]:
-        """Return the squared norm of each of the unit's gradients, or of this rank's shard of them."""
-        return [stats.sum_sq for stats in self._stats(unit)]
-
     def norm(self) -> float:
         """Return the Euclidean norm over all gradients of the step; NaN if one of them is not finite."""
-        units = self.units_with_gradients()
-        finite = all(self._is_finite_here(unit) for unit in units)
-        return self.norm_of([each for unit in units for each in self.sums_sq(unit)] if finite else [math.nan])
+        stats = [each for unit in self.units_with_gradients() for each in self.stats(unit)]
+        return self.norm_of(each.sum_sq if each.finite else math.nan for each in stats)
 
     def norm_of(self, sums_sq: Iterable[float]) -> float:
         """Return the norm over all ranks' shards and the model's parts, from this rank's.
@@ -267,16 +259,6 @@ class Gradients:
         while (buffer := unit.grads_store.open(unit.grads)) is None:
             self._have_freed(unit, free)
         return buffer
-
-    def collected_values(self, unit: Unit, index: int, *, of_all: bool) -> torch.Tensor | None:
-        """Return a copy of a gradient that is not reduced yet: see `Reduction.look`.
-
-        Raises:
-            InfinityError: another part of it is reduced already.
-        """
-        if index in unit.total.present:
-            self.check_reduced()
-        return self.source.look(unit, index, of_all=of_all)
 
     @staticmethod
     def _have_freed(unit: Unit, free: Callable[[Unit], bool]) -> None:

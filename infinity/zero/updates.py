@@ -240,7 +240,7 @@ class Updates:
             )
         self._update_order.append(unit.index)
         unit.running.updated = True
-        self._sums_sq += self._gradients.sums_sq(unit)
+        self._sums_sq += [each.sum_sq for each in self._gradients.stats(unit)]
         self._update(unit, self._segments(unit, 1.0))
 
     def add(self, addend: Addend) -> bool:
@@ -361,7 +361,7 @@ class Updates:
         """Block until all gradients have arrived. Meanwhile, upload the results of speculative updates that end."""
         if self._executor.in_flight.is_busy:
             for unit in reversed(self._gradients.units_with_gradients()):
-                self._gradients.sums_sq(unit)
+                self._gradients.stats(unit)
                 self._executor.poll()
 
     def _update_all(self, scale: float) -> None:

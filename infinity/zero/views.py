@@ -197,10 +197,6 @@ class UnitViews:
         changed = [self._parameters[index] for index in indices if index not in self._lent]
         torch.autograd.graph.increment_version(changed)
 
-    def _restore_versions(self) -> None:
-        while self._versions:
-            self._versions.popitem()[1].__exit__()
-
     def _hide(self, indices: Sequence[int]) -> None:
         if self._shown is not False:
             self.look()
@@ -246,7 +242,8 @@ class UnitViews:
         if self._shown:
             return
         self._set(range(len(self._infos)), self._views or self._make_views())
-        self._restore_versions()
+        while self._versions:
+            self._versions.popitem()[1].__exit__()
         self._shown = True
 
     def hide(self) -> None:
