@@ -177,7 +177,7 @@ class Reduction:
         for unit in units:
             stop = self._count + len(unit.layout.params)
             unit.total.flags, self._count = slice(self._count, stop), stop
-            unit.total.shared = unit.index in shared
+            unit.total.early = unit.layout.trainable_numel > 0 and unit.index not in shared
         self._journey = journey
         self._device = device
         self._scratch = scratch_on(device, read_late=journey.streams)
@@ -189,8 +189,7 @@ class Reduction:
         self._averaging: _Reduction | None = None
         self._present = self._no_flags()
         self._used: set[Unit] = set()  # units with a gradient on some rank
-        alone = [unit for unit in units if unit.layout.trainable_numel and not unit.total.shared]
-        self._order = ReductionOrder(reversed(alone))
+        self._order = ReductionOrder(reversed([unit for unit in units if unit.total.early]))
         self._knows_order = False
 
     @property
@@ -262,8 +261,8 @@ class Reduction:
     def _learn_order(self, order: Iterable[int]) -> None:
         """Replace every rank's order by rank 0's."""
         told = torch.full((len(self._units),), -1, dtype=torch.int64, device="cpu")
-        alone = {unit.index for unit in self._order.order}
-        mine = torch.tensor([index for index in order if index in alone], dtype=torch.int64, device="cpu")
+        early = {unit.index for unit in self._order.order}
+        mine = torch.tensor([index for index in order if index in early], dtype=torch.int64, device="cpu")
         told[: len(mine)] = mine
         with self.agreeing():
             self.groups.all.broadcast(told)
@@ -313,7 +312,7 @@ class Reduction:
         total, running = unit.total, unit.running
         running.left += 1
         has_all = total.collected is not None and len(running.arrived) == total.trained
-        if self._reduces and not total.shared and (has_all or running.left >= running.uses):
+        if self._reduces and total.early and (has_all or running.left >= running.uses):
             for due in self._order.leave(unit):
                 yield from self._reduce(due)
 

@@ -119,7 +119,7 @@ class UnitTotal:
         step: None before the step's first gradient, and after the hand-over to an update.
         collected: gradients that are not reduced yet; None if there are none.
         partial: the group's sum so far, if its replicas add up once a step.
-        shared: several modules use it, so that it is reduced at the end of the pass.
+        early: it is reduced when backward leaves its only module; the others are reduced at the end of the pass.
         flags: place of its parameters among those of all units.
     """
 
@@ -128,7 +128,7 @@ class UnitTotal:
     step: StepTotal | None = None
     collected: Collected | None = None
     partial: PartialSum | None = None
-    shared: bool = False
+    early: bool = False
     flags: slice = field(default_factory=lambda: slice(0))
 
     @property

@@ -95,9 +95,10 @@ class Row:
     running: UnitPass
 
 
-def unit(index: int, numel: int) -> Unit:
-    infos = tuple(ParamInfo(f"{index}.{n}", (numel // 2,), numel // 2, n * numel // 2, True, 0) for n in range(2))
-    layout = UnitLayout(index, str(index), infos, numel, numel, persistent=False)
+def unit(index: int, numel: int, *, trained: bool = True) -> Unit:
+    half = numel // 2
+    infos = tuple(ParamInfo(f"{index}.{n}", (half,), half, n * half, trained, 0) for n in range(2))
+    layout = UnitLayout(index, str(index), infos, numel if trained else 0, numel, persistent=False)
     return cast(Unit, Row(index, layout, UnitTotal(layout.trained), UnitPass()))
 
 
@@ -164,3 +165,19 @@ def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills(
         pending.wait()
     (addend,) = source.complete(units[0])
     assert addend.values.tolist() == [2.0] * 32
+
+
+def test_a_frozen_unit_has_no_part_in_the_order() -> None:
+    """Else the ranks would exchange an order after every pass."""
+    units = [unit(0, 64), unit(1, 64, trained=False)]
+    journey = Journey(
+        Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, tells_early=True
+    )
+    source = Reduction(units, groups(Sharding(0, 2), 1), journey, (), torch.device("cpu"), Counters())
+    source.begin_pass(last=True, uses=[0, 1])
+    assert list(source.leave(units[1])) == []
+    source.take(units[0], 0, torch.ones(32))
+    assert list(source.leave(units[0])) == []
+    assert source._scattering is not None
+    assert len(list(source.end_pass())) == 1
+    assert source._order.suits
