@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ Result = TypeVar("Result")
 
 _ANSWER_S = 5.0
 _LEAST_S = 0.001
+_MANY_GROUPS = 10_000  # more than a process is in
 _LOOK_S = 0.5  # of waiting, before checking whether the other ranks come
 
 # renamed in torch 2.13
@@ -140,14 +142,15 @@ class Ranks:
         size = dist.get_world_size(group)
         if size == 1:
             return ALONE
-        host = group
-        if "gloo" not in str(dist.get_backend_config(group)):
-            host = _group_of(dist.get_process_group_ranks(group or dist.group.WORLD), "gloo", timeout_s)
         meeting = meeting_of(group)
         meeting.set_timeout(timeout_s)
         meeting.is_lost = False
-        ranks = Ranks(dist.get_rank(group), size, group, host, timeout_s=timeout_s, meeting=meeting)
+        ranks = Ranks(dist.get_rank(group), size, group, group, timeout_s=timeout_s, meeting=meeting)
         ranks.together("infinity.initialize()")
+        if "gloo" not in str(dist.get_backend_config(group)):
+            with ranks.talking("the first meeting"):
+                host = _group_of(dist.get_process_group_ranks(group or dist.group.WORLD), "gloo", timeout_s)
+            ranks = replace(ranks, host_group=host)
         meeting.processes = ranks.of_all(this_process())
         machines = [process.machine for process in meeting.processes]
         return replace(ranks, neighbours=machines.count(machines[ranks.rank]))
@@ -410,8 +413,23 @@ def _attempt(action: Callable[[], Result]) -> tuple[Result | None, Exception | N
 
 
 def _group_of(members: list[int], backend: str, timeout_s: float) -> Any:
-    """Return a process group of these ranks; other ranks may make groups of their own."""
-    return dist.new_group(members, timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True)
+    """Return a process group of these ranks; other ranks may make groups of their own.
+
+    torch names such a group by its members and by the number of groups that this process is in. Ranks that differ in
+    this number, as with a group of rank 0 alone, would not find each other. So torch is shown the same number on all.
+    """
+    c10d: Any = dist.distributed_c10d
+    groups: dict[Any, str] = c10d._world.pg_names
+    named = _named.setdefault(dist.group.WORLD, Counter())
+    fill = [object() for _ in range(_MANY_GROUPS + named[tuple(members)] - len(groups))]
+    groups.update(dict.fromkeys(fill, ""))
+    try:
+        group = dist.new_group(members, timedelta(seconds=timeout_s), backend=backend, use_local_synchronization=True)
+    finally:
+        for each in fill:
+            del groups[each]
+    named[tuple(members)] += 1
+    return group
 
 
 def _soon(ask: Callable[[], str | None]) -> str | None:
@@ -425,6 +443,9 @@ ALONE = Ranks()
 
 # Parts of each process group, by their ranks: torch keeps a group's connections as long as the process lives.
 _made: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+
+# How many groups `_group_of` has made among the ranks of a default group, by members.
+_named: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def world_size(group: Any = None) -> int:
