@@ -13,6 +13,9 @@ abort because the sizes differ. So each exchange of a unit (a gather or a reduct
   answers with its own exchange. The two differ, so all ranks raise DivergedError.
 
 In the first pass of a kind, the ranks compare every exchange.
+
+Calls of the model without the engine, as in `generate`, are no passes: they may run any part of it, any number of
+times. In them, ranks expect after each exchange the one that followed it the last time.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import torch
 from infinity.errors import DivergedError
 from infinity.zero.meeting import OtherCallError
 
+_FREE = "calls without the engine"  # the kind of exchanges outside of passes
 _RECENT = 4096  # at most this many exchanges can one rank be ahead of another
 
 
@@ -52,6 +56,8 @@ class Path:
         self._kind: str | None = None  # of the running pass
         self._expected: list[str] | None = None  # exchanges of this pass; None if ranks compare each exchange
         self._passed: list[str] = []  # exchanges of this pass so far
+        self._last_free = ""  # last exchange outside of passes
+        self._follows: dict[str, str] = {}  # outside of passes: what followed each exchange the last time
         self._count = 0  # exchanges of all passes
         self._recent: deque[str] = deque(maxlen=_RECENT)
         self._diverged = ""
@@ -63,6 +69,16 @@ class Path:
     def begin(self, kind: str) -> None:
         """Begin a pass over the model. Passes of the same kind are expected to have the same exchanges."""
         self._kind, self._expected, self._passed = kind, self._known.get(kind), []
+
+    def begin_free(self) -> None:
+        """Begin a call of the model without the engine. Within a pass, it is a part of the pass."""
+        if self._kind is None:
+            self.begin(_FREE)
+
+    def end_free(self) -> None:
+        """End a call that `begin_free` has begun."""
+        if self._kind == _FREE:
+            self._kind = None
 
     def end(self) -> None:
         """End the pass, on all ranks."""
@@ -86,16 +102,28 @@ class Path:
         """Check as `add` does, but leave the exchange out of the checksum."""
         if self._peers is None or self._kind is None:
             return
-        position = len(self._passed)
-        if self._expected is None:
+        expected = self._predicted()
+        if expected is None:
             if not self._peers.same(zlib.crc32(what.encode())):
                 self._meet(self._count, what)
-        elif self._expected[position : position + 1] != [what]:
+        elif expected != what:
             self._meet(self._count, what)
             self._expected = None
+        if self._kind == _FREE:
+            self._follows[self._last_free] = what
+            self._last_free = what
         self._passed.append(what)
         self._recent.append(what)
         self._count += 1
+
+    def _predicted(self) -> str | None:
+        """Return the exchange that all ranks expect next; "" for none, None if the ranks compare it."""
+        if self._kind == _FREE:
+            return self._follows.get(self._last_free)
+        if self._expected is None:
+            return None
+        position = len(self._passed)
+        return self._expected[position] if position < len(self._expected) else ""
 
     def look(self) -> None:
         """Check, while this rank waits for an exchange, that no other rank announces a different one.

@@ -635,14 +635,22 @@ class Step(Listener):
     def enter(self, units: tuple[Unit, ...]) -> None:
         if self.layer_major is not None:
             self.layer_major.entered(units)
-        if self._open is None:  # the model was called without the engine
-            self.check_values("a forward pass")
-            if self._only_evaluates and not self.hooks.in_forward:  # as in `generate`: each token is a cycle
-                self._executor.end_cycle(learn=True)
-                self._executor.begin_cycle()
-        self._executor.enter(units)
+        if self._open is None:
+            self._enter_without_engine(units)
+        else:
+            self._executor.enter(units)
         if self.keeper is not None:
             self.keeper.commit_if_computed()
+
+    def _enter_without_engine(self, units: tuple[Unit, ...]) -> None:
+        self.check_values("a forward pass")
+        if not self.hooks.in_forward:
+            self._ranks.path.begin_free()
+            if self._only_evaluates:  # as in `generate`: each token is a cycle
+                self._executor.end_cycle(learn=True)
+                self._executor.begin_cycle()
+        with self.stopped_by_failures():
+            self._executor.enter(units)
 
     def backward_enter(self, units: tuple[Unit, ...]) -> None:
         if not self._in_backward and not self.hooks.in_forward:  # the model may call autograd.grad in its forward
@@ -657,8 +665,10 @@ class Step(Listener):
         self._executor.leave(units)
         if ends_forward:
             self.forward_end = GraphPosition.now()
-            if self._open is None and not self._only_evaluates:
-                self._executor.hide_evictable()  # the model was called without the engine
+            if self._open is None:  # the model was called without the engine
+                self._ranks.path.end_free()
+                if not self._only_evaluates:
+                    self._executor.hide_evictable()
 
     def backward_left(self, units: tuple[Unit, ...]) -> None:
         if self.layer_major is not None:

@@ -73,6 +73,7 @@ class Case:
     accumulation: int = 1
     clipping: float = 0.0
     schedule: str = "auto"
+    evaluates: bool = False  # without the engine, as `generate` does
     tiering: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
 
@@ -184,6 +185,10 @@ def refused_here(cases: list[Case], path: Path) -> list[tuple[str, float]]:
             for x, paths in data_of(case):
                 began_s = time.monotonic()
                 try:
+                    if case.evaluates:
+                        with torch.no_grad():
+                            engine.module(x[rank], paths[rank])
+                        continue
                     engine.backward(engine(x[rank], paths[rank]))
                     engine.step()
                 except infinity.InfinityError as error:
@@ -221,11 +226,12 @@ def test_so_they_are_with_accumulation_and_cut_blocks(tmp_path) -> None:
     assert_refused(cases, tmp_path)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("offload", ["none", "nvme"])
-def test_a_rank_that_keeps_to_the_way_of_before_is_told_too(offload, accumulation, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("offload", "accumulation", "evaluates"), [("none", 1, False), ("nvme", 2, False), ("nvme", 1, True)]
+)
+def test_a_rank_that_keeps_to_the_way_of_before_is_told_too(offload, accumulation, evaluates, tmp_path) -> None:
     """It has begun to gather what the other rank does not use, so that the group is of no use behind this."""
-    cases = [Case(3, LATE, offload, accumulation)]
+    cases = [Case(3, LATE, offload, accumulation, evaluates=evaluates)]
     for ((said, took_s),) in run_ranks(2, refused_here, cases, tmp_path, path=tmp_path):
         assert re.search(r"rank 0: .*unit `image.*rank 1: .*unit `text", said), said
         assert took_s < 30
@@ -250,6 +256,7 @@ def alike_here(
                 if evaluates:
                     with torch.no_grad():
                         engine(x, ways[-index])
+                        engine.module(x, ways[-index])
             found.append({name: values.clone() for name, values in engine.named_parameters()})
     return found
 
