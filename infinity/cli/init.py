@@ -10,7 +10,7 @@ from typing import Any
 from infinity.cli.arguments import check_directory, check_file, path_argument
 from infinity.cli.packages import needed_packages
 from infinity.cli.ready import ready_configuration
-from infinity.config import format_size, load_config, with_values
+from infinity.config import format_size, load_config, with_values, write_json
 from infinity.errors import ConfigError
 
 _BASE = "nvme-all-memory"
@@ -65,10 +65,8 @@ def run(args: argparse.Namespace) -> int:
     values = _values(args, profile, precision)
     load_config(values)
     if args.profile is not None:
-        from infinity.profiling import write_profile  # noqa: PLC0415  (the same)
-
-        write_profile(profile, args.profile)
-    _write(args.output, values)
+        write_json(args.profile, profile, "the profile")
+    write_json(args.output, values, "--output")
     if args.json:
         print(
             json.dumps({"config": str(args.output), "precision": precision, "product_s": seconds, "profile": profile})
@@ -83,13 +81,6 @@ def _make(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--nvme {path} cannot be made: {error.strerror}; give a directory on a drive") from error
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from error
 
 
 def _measured(paths: list[Path]) -> tuple[dict[str, Any], dict[str, float]]:

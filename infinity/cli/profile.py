@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import check_file, path_argument, size_argument
-from infinity.config import format_size, load_config
+from infinity.config import format_size, load_config, write_json
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
     from infinity.cli.progress import Progress  # noqa: PLC0415  (torch takes seconds, which `--help` must not)
-    from infinity.profiling import planned_write_bytes, run_profile, write_profile  # noqa: PLC0415
+    from infinity.profiling import planned_write_bytes, run_profile  # noqa: PLC0415
     from infinity.zero.ranks import join_ranks  # noqa: PLC0415
 
     job = _job(args)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         progress.clear()
     if ranks.rank == 0:
         if args.output is not None:
-            write_profile(profile, args.output)
+            write_json(args.output, profile, "the profile")
         print(json.dumps(profile) if args.json else _table(profile))
     return 0
 

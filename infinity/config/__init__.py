@@ -3,7 +3,7 @@
 from infinity.config.edit import edited
 from infinity.config.load import load_config, with_values
 from infinity.config.paths import expanded_path
-from infinity.config.read import read_json
+from infinity.config.read import read_json, write_json
 from infinity.config.resolve import default_tile_bytes
 from infinity.config.resolved import (
     AioConfig,
@@ -45,4 +45,5 @@ __all__ = [
     "size_to_set",
     "read_json",
     "with_values",
+    "write_json",
 ]

@@ -1,4 +1,4 @@
-"""A JSON file as it was meant, or an error that says where it is not JSON: whatever the bytes are."""
+"""A JSON file as it was meant, or an error that says where it is not JSON: whatever the bytes are; and writing one."""
 
 from __future__ import annotations
 
@@ -39,6 +39,28 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return values
 
 
+def write_json(path: Path, values: Mapping[str, Any], what: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    text = json.dumps(values, indent=2) + "\n"
+    try:
+        if path.exists() and not path.is_file():  # /dev/stdout, which a rename would replace
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve()  # a link stays one
+        partial = target.with_name(target.name + ".part")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written to {path}: {error.strerror}") from error
+
+
 def read_regular(path: str | Path, most_bytes: int = _MOST_OF_ANY) -> bytes:
     """The content of a regular file. Nobody is waited for: a named pipe that has no writer would keep us for ever.
 
@@ -46,9 +68,8 @@ def read_regular(path: str | Path, most_bytes: int = _MOST_OF_ANY) -> bytes:
         OSError: it cannot be read, is something else than a regular file, or is larger than any of its kind.
         ValueError: no file can have this name.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file (a directory, pipe or device)", str(path))
         if found.st_size > most_bytes:

@@ -1,6 +1,6 @@
 """What a machine gives, measured in about a minute: drives, host link, processor, memory, ranks."""
 
 from infinity.profiling.measure import ProfileJob, planned_write_bytes, run_profile
-from infinity.profiling.record import PROFILE_VERSION, read_profile, write_profile
+from infinity.profiling.record import PROFILE_VERSION, read_profile
 
-__all__ = ["PROFILE_VERSION", "ProfileJob", "planned_write_bytes", "read_profile", "run_profile", "write_profile"]
+__all__ = ["PROFILE_VERSION", "ProfileJob", "planned_write_bytes", "read_profile", "run_profile"]

@@ -65,21 +65,6 @@ def new_record(infinity_version: str, taken_at_s: float, took_s: float, parts: d
     return head | {name: parts.get(name) for name in _PARTS}
 
 
-def write_profile(profile: dict[str, Any], path: Path) -> None:
-    """Write it whole or not at all.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    partial = path.with_name(path.name + ".part")
-    try:
-        partial.write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(f"the profile cannot be written: {error}") from error
-
-
 def read_profile(path: Path) -> dict[str, Any]:
     """A profile that `infinity profile --output` wrote.
 

@@ -3,7 +3,7 @@
 from infinity.tuning.machine import MachineJob, best_ways, measure_machine
 from infinity.tuning.outlook import Bounds, Outlook, Prediction
 from infinity.tuning.reasons import Reason, reasons
-from infinity.tuning.record import Duel, Record, Run, read_record, write_json
+from infinity.tuning.record import Duel, Record, Run, read_record
 from infinity.tuning.search import Outcome, Search
 from infinity.tuning.space import KNOBS, Choices, Limits, Setting, choices_of, keys_of, setting_of
 
@@ -29,5 +29,4 @@ __all__ = [
     "read_record",
     "reasons",
     "setting_of",
-    "write_json",
 ]

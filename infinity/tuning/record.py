@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infinity.config.read import read_text
+from infinity.config.read import read_text, write_json
 from infinity.config.typed import Amount, Count, parsed
 from infinity.errors import ConfigError
 from infinity.tuning.space import Setting
@@ -126,21 +126,6 @@ class Record:
             "duels": [duel.facts() for duel in self.duels],
         }
         write_json(self.path, facts, "the search")
-
-
-def write_json(path: Path, values: Mapping[str, Any], what: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    partial = path.with_name(path.name + ".part")
-    try:
-        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(f"{what} cannot be written to {path}: {error.strerror}") from error
 
 
 def read_record(path: Path, asked: Mapping[str, Any]) -> Record:

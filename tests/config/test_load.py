@@ -10,11 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.config import format_size, load_config, parse_size, size_to_set
+from infinity.config import format_size, load_config, parse_size, read_json, size_to_set, write_json
 from infinity.config.keys import CHOICES, NO_EFFECT, REFUSED
 from infinity.errors import ConfigError
 
 NVME = {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}}
+
+
+def test_what_is_written_replaces_files_and_neither_links_nor_devices(tmp_path) -> None:
+    file, link, full = tmp_path / "file.json", tmp_path / "link.json", tmp_path / "full.json"
+    link.symlink_to(file)
+    full.symlink_to("/dev/full")
+    write_json(link, {"stage": 3}, "the file")
+    assert read_json(file) == {"stage": 3}
+    with pytest.raises(ConfigError, match=r"the file cannot be written to .*full\.json: No space left on device"):
+        write_json(full, {}, "the file")
+    assert sorted(tmp_path.iterdir()) == [file, full, link]
+    assert link.is_symlink()
+    assert full.is_symlink()
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from infinity.cli.main import main
+from infinity.config import write_json
 from infinity.planner.machines import MACHINES
-from infinity.profiling.record import new_record, write_profile
+from infinity.profiling.record import new_record
 
 SMALL = ["plan", "--params", "50e6", "--checkpoint-activations", "--seq-len", "256", "--json"]
 
@@ -25,7 +26,7 @@ def profile_file(tmp_path) -> Path:
         "memory": [{"threads": 2, "triad_bytes_per_s": 1e10, "in_place_bytes_per_s": 1e10, "fresh_bytes_per_s": 1e10}],
         "products": [{"device": "cpu", "dtype": "bfloat16", "layout": "nt", "rows": 64, "flop_per_s": 1e11}],
     }
-    write_profile(new_record("0", 0.0, 0.0, parts), tmp_path / "profile.json")
+    write_json(tmp_path / "profile.json", new_record("0", 0.0, 0.0, parts), "the profile")
     return tmp_path / "profile.json"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from infinity.cli.disk.job import Job
 from infinity.cli.disk.results import VERSION, Facts, block_text, folded
 from infinity.cli.progress import Progress
-from infinity.config import format_size, with_values
+from infinity.config import format_size, with_values, write_json
 from infinity.distribution import install_command
 from infinity.errors import ConfigError
 from infinity.io import IoOptions, Span
@@ -297,8 +297,7 @@ def write_config(path: Path, found: dict[Key, Sequence[SweepPoint]], default: Io
     try:
         options = best_for_all(list(found.values()), default).options
         values = {"aio.block_size": options.block_size_bytes, "aio.queue_depth": options.queue_depth}
-        config = with_values(path if path.exists() else {}, values)
-        path.write_text(json.dumps(config, indent=2) + "\n")
+        write_json(path, with_values(path if path.exists() else {}, values), "it")
     except (OSError, ConfigError) as error:
         raise ConfigError(f"--write-config {path}: {error}") from error
 

@@ -18,7 +18,7 @@ from infinity.cli.training.models import build_model, max_tokens
 from infinity.cli.tuning.launcher import TrialJob, Trials, Workers, measure_in_process
 from infinity.cli.tuning.page import page
 from infinity.cli.tuning.report import Report, report_of
-from infinity.config import Config, load_config, read_json
+from infinity.config import Config, load_config, read_json, write_json
 from infinity.errors import ConfigError
 from infinity.memory import available_memory_bytes
 from infinity.profiling import read_profile
@@ -34,7 +34,6 @@ from infinity.tuning import (
     choices_of,
     read_record,
     setting_of,
-    write_json,
 )
 from infinity.zero.launch import launch_of
 from infinity.zero.sizing import compute_dtype
