@@ -25,7 +25,7 @@ from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
 from infinity.optim.torch_schedules import is_factory, rebind
 from infinity.schedule.on_device import addresses_stay
 from infinity.telemetry.monitor import check_packages
-from infinity.tiers import AcceleratorLink, HostMemory, Link, accelerator
+from infinity.tiers import AcceleratorLink, HostMemory, Link, compute_device
 from infinity.zero.adoption import RunFacts
 from infinity.zero.agreement import (
     Facts,
@@ -415,16 +415,9 @@ def _default_link(device: torch.device | str | None) -> Link:
     Raises:
         ConfigError: a device that does not exist, or that torch does not see.
     """
-    seen = accelerator()
-    try:
-        chosen = torch.device(device or seen or "cpu")
-    except RuntimeError as error:
-        raise ConfigError(f"device {device!r} does not exist; choose cpu, cuda or another kind") from error
+    chosen = compute_device(device)
     if chosen.type == "cpu":
         return HostMemory()
-    if seen is None or chosen.type != seen.type:
-        others = "" if seen is None else f" or {seen.type}"
-        raise ConfigError(f"device {chosen} is not available; torch sees cpu{others}")
     index: int | None = chosen.index
     return AcceleratorLink(
         torch.device(chosen.type, torch.accelerator.current_device_index() if index is None else index)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
@@ -22,7 +21,7 @@ from infinity.integrations.deepspeed.script_engine import Engine
 from infinity.integrations.inference import InferenceEngine, leave_room
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.setup import ConfigSource, initialize
-from infinity.tiers import accelerator
+from infinity.tiers import compute_device
 from infinity.zero.meta import construct_on_meta
 from infinity.zero.ranks import world_size
 
@@ -107,7 +106,7 @@ def _computes_on_host(more: Mapping[str, Any]) -> bool:
     link = more.get("link")
     if link is not None:
         return not link.discrete
-    return torch.device(more.get("device") or accelerator() or "cpu").type == "cpu"
+    return compute_device(more.get("device")).type == "cpu"
 
 
 def pretrained_model(

@@ -12,6 +12,7 @@ from infinity.tiers.link import (
     SameMemory,
     accelerator,
     carried_stream,
+    compute_device,
     to_host,
 )
 from infinity.tiers.norms import Norms
@@ -58,6 +59,7 @@ __all__ = [
     "WeightFile",
     "WeightFiles",
     "accelerator",
+    "compute_device",
     "carried_stream",
     "lay_out_image",
     "open_swap",

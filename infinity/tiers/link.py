@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from infinity.errors import ConfigError
 from infinity.io.gds import DeviceReader, HostReader, KvikioReader, gds_problem
 from infinity.memory import DeviceLevel, device_level, free_bytes, pinning
 from infinity.telemetry import Counters, StallCause, Times, now
@@ -116,6 +117,28 @@ class _Done:
 def accelerator() -> torch.device | None:
     """Return the kind of accelerator that torch sees; None without one."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def compute_device(name: torch.device | str | None) -> torch.device:
+    """Return the device of this name; without a name, the accelerator if there is one, else the CPU.
+
+    Raises:
+        ConfigError: a device that does not exist, or that torch does not see.
+    """
+    seen = accelerator()
+    try:
+        chosen = torch.device(name or seen or "cpu")
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} does not exist; choose cpu, cuda or another kind") from error
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if seen is None or chosen.type != seen.type:
+        others = "" if seen is None else f" or {seen.type}"
+        raise ConfigError(f"device {chosen} is not available; torch sees cpu{others}")
+    count = torch.accelerator.device_count()
+    if chosen.index is not None and chosen.index >= count:
+        raise ConfigError(f"device {chosen} is not available; torch sees {count} of its kind")
+    return chosen
 
 
 class AcceleratorLink(Link):

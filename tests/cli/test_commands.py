@@ -228,6 +228,7 @@ def test_a_signal_ends_training_after_the_step(number, code, workspace) -> None:
         (["--save-every", "0"], "--save-every is 0"),
         (["--lr", "nan"], "--lr is nan"),
         (["--device", "tpu"], "tpu"),
+        (["--device", "meta"], "device meta is not available; torch sees "),
         (["--seq-len", "100000"], "takes at most 256 tokens"),
         (["--tokenizer", "/does/not/exist"], "--tokenizer /does/not/exist cannot be loaded"),
         (["--config", "/does/not/exist.json"], "cannot read the configuration"),

@@ -39,7 +39,7 @@ from infinity.config import load_config
 from infinity.engine import Engine
 from infinity.errors import ConfigError, NonFiniteError
 from infinity.setup import initialize
-from infinity.tiers import accelerator
+from infinity.tiers import compute_device
 from infinity.zero.ranks import join_ranks
 
 _DEFAULT_STEPS = 100
@@ -185,7 +185,7 @@ def _prepare(settings: Settings) -> _Prepared:
         check_directory("--save-dir", saving.checkpoints)
     default_lr = _LORA_LR if settings.lora is not None else _FRESH_LR if source is None else _PRETRAINED_LR
     options = replace(settings.config, default_lr=default_lr)
-    device = _device(settings.device)
+    device = compute_device(settings.device)
     values = base_values(options, lambda: ranks.on_rank_0(lambda: measured_precision(device)))
     config = load_config(values, world_size=ranks.size)
     in_place = settings.lora is not None and source is not None and reads_in_place(config, source)
@@ -236,13 +236,6 @@ def _about(settings: Settings, prepared: _Prepared) -> dict[str, Any]:
         tokenizer = str(Path(tokenizer).absolute())
     model = str(Path(settings.model).absolute()) if is_path else settings.model
     return {"model": model, "tokenizer": tokenizer, "lora": settings.lora}
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        return torch.device(name or accelerator() or "cpu")
-    except RuntimeError as error:
-        raise ConfigError(f"--device is {name}: {error}") from error
 
 
 def _opening(settings: Settings, prepared: _Prepared, engine: Engine) -> list[str]:
