@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import signal
@@ -20,6 +21,7 @@ from infinity.cli.training import precision
 from infinity.cli.training.loop import _slow_precision
 from infinity.cli.training.models import build_model
 from infinity.cli.training.precision import faster_precision, product_seconds
+from infinity.errors import StorageError
 from tests.prepared import Child
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +160,18 @@ def test_endless_nan_ends_with_an_error(clipping, message, workspace, capsys) ->
     assert "Traceback" not in captured.err
     assert len(lines(captured.out)) < 100
     assert not list((workspace / "swap").iterdir())
+
+
+def test_a_checkpoint_that_cannot_be_written_is_not_reported_as_saved(workspace, capsys, monkeypatch) -> None:
+    def finish(*_: Any) -> None:
+        raise StorageError(errno.ENOSPC, "No space left on device", "saved", None)
+
+    monkeypatch.setattr("infinity.checkpoint.background.Saving.finish", finish)
+    assert main(train_arguments(workspace, "--steps", "100", "--save-every", "1")) == 2
+    captured = capsys.readouterr()
+    assert "error: [Errno 28] the checkpoint of step 1" in captured.err
+    assert f"saved {workspace}" not in captured.err
+    assert len(lines(captured.out)) < 100
 
 
 def test_resume_without_a_checkpoint_starts_afresh(workspace, capsys) -> None:

@@ -372,8 +372,13 @@ class _Run:
         self._tell_of_saved()
 
     def _tell_of_saved(self) -> None:
-        """Say that a checkpoint is there, when it is."""
+        """Say that a checkpoint is there, when it is.
+
+        Raises:
+            StorageError, CheckpointError: it could not be written.
+        """
         if self._saving is not None and self._engine.saving is None:
+            self._engine.wait_checkpoint()  # raises what ended the save
             self._progress.note(f"saved {self._saving}")
             self._saving = None
 
