@@ -120,6 +120,9 @@ def test_only_the_assistants_turns_are_learned(template, tmp_path) -> None:
             "turn 1 of `conversations` has `from` 'bing'",
         ),
         ("header", [{"instruction": "a", "output": 1}], "x.jsonl:1: `output` is int"),
+        ("header", [{"instruction": None, "output": "b"}], "x.jsonl:1: `instruction` is NoneType"),
+        ("header", ["[" * 100_000], "x.jsonl, record 1 is nested too deeply"),
+        ("header", ['{"text":' + "[" * 100_000], "x.jsonl:1 is no JSON: maximum recursion depth"),
         ("header", [{"instruction": "a", "output": "b", "history": [["a", "b"]]}], "x.jsonl:1 has `history`"),
         ("header", [{"prompt": [], "completion": "b"}], "x.jsonl:1: `prompt` is list; it must be a string"),
     ],
@@ -153,6 +156,17 @@ def test_only_the_completion_is_learned_without_a_chat_template(tmp_path) -> Non
         said = bytes(one for one, is_learned in zip(document.ids, document.learned, strict=True) if is_learned)
         assert said == b"c d"
     assert bytes(document.ids).endswith(b"### Instruction:\na\n\n### Input:\nb\n\n### Response:\nc d")
+
+
+@pytest.mark.parametrize("tokens", ["words", "bytes"])
+def test_half_of_a_surrogate_pair_is_a_question_mark(tokens, tmp_path) -> None:
+    keys = ({"text": "{}"}, {"prompt": "{}", "completion": "b"})
+    found = []
+    for character in ("\ud800", "?"):
+        rows = [json.dumps(row).replace("{}", json.dumps(f"a {character}")[1:-1]) for row in keys]
+        path = write(tmp_path / "x.jsonl", *rows)
+        found.append(list(read_documents([path], tokenizer_of("header") if tokens == "words" else None)))
+    assert found[0] == found[1]
 
 
 def test_a_list_of_records_is_read_one_at_a_time(tmp_path, monkeypatch) -> None:

@@ -75,6 +75,11 @@ def _document(reader: _Bytes | _Reader, place: str, record: Record) -> Document:
     return reader.conversation(place, record["messages"], record["tools"])
 
 
+def _utf8(text: str) -> bytes:
+    """The bytes of a text; JSON may have halves of surrogate pairs, which are no text and become `?`."""
+    return text.encode("utf-8", errors="replace")
+
+
 class _Bytes:
     """Every byte is a token."""
 
@@ -82,10 +87,10 @@ class _Bytes:
 
     def texts(self, texts: Sequence[str]) -> Iterator[Document]:
         for text in texts:
-            yield Document(text.encode("utf-8", errors="replace"), None, splits=True)
+            yield Document(_utf8(text), None, splits=True)
 
     def completion(self, place: str, prompt: str, completion: str) -> Document:
-        asked, said = (text.encode("utf-8", errors="replace") for text in (prompt, completion))
+        asked, said = _utf8(prompt), _utf8(completion)
         return Document(asked + said, [False] * len(asked) + [True] * len(said), splits=False)
 
     def conversation(self, place: str, messages: list[dict[str, Any]], tools: Any) -> Document:
@@ -115,7 +120,7 @@ class _Reader:
         prompt is the prompt's.
         """
         self._check_fast(place, "`prompt` and `completion`")
-        found = self._tokenizer(prompt + completion, return_offsets_mapping=True)
+        found = self._tokenizer(_utf8(prompt + completion).decode(), return_offsets_mapping=True)
         ids: list[int] = list(found["input_ids"])
         learned = [len(prompt) <= begin < end for begin, end in found["offset_mapping"]]
         if self._end is not None and not (ids and ids[-1] == self._end):
@@ -137,7 +142,7 @@ class _Reader:
         """Texts as the model was trained on them: with its mark at the beginning, if it has one, and at the end."""
         if not texts:
             return
-        for ids in self._tokenizer(list(texts))["input_ids"]:
+        for ids in self._tokenizer([_utf8(text).decode() for text in texts])["input_ids"]:
             ended = self._end is None or (ids and ids[-1] == self._end)
             yield Document(ids if ended else [*ids, self._end], None, splits=True)
 
@@ -161,7 +166,7 @@ class _Reader:
             raise ConfigError(
                 f"{place}: the chat template of {self._name} refuses the conversation: {type(error).__name__}: {error}"
             ) from error
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        found = self._tokenizer(_utf8(text).decode(), add_special_tokens=False, return_offsets_mapping=True)
         begins = [begin for begin, _ in found["offset_mapping"]]
         learned = [any(first <= begin < last for first, last in turns) for begin in begins]
         return Document(found["input_ids"], learned, splits=False)

@@ -86,7 +86,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             place = f"{path}:{number}"
             try:
                 yield place, json.loads(raw)
-            except ValueError as error:  # also of bytes that are no UTF-8
+            except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8
                 hint = "" if path.suffix == LINES else "; give one list of records, or one record a line"
                 raise ConfigError(f"{place} is no JSON: {error}{hint}") from error
 
@@ -110,6 +110,8 @@ def _listed(path: Path) -> Iterator[tuple[str, Any]]:
                     if text.strip() == "]":
                         return
                     raise ConfigError(f"{path}, record {number + 1} is no JSON: {error}") from error
+                except RecursionError as error:
+                    raise ConfigError(f"{path}, record {number + 1} is nested too deeply: {error}") from error
                 number += 1
                 yield f"{path}, record {number}", entry
                 text = text[end:]
@@ -146,8 +148,8 @@ def _formed(place: str, record: Any) -> Record:
 
 def _check_strings(place: str, record: Record, *keys: str) -> None:
     for key in keys:
-        if not isinstance(record[key], str):
-            raise ConfigError(f"{place}: `{key}` is {type(record[key]).__name__}; it must be a string")
+        if not isinstance(record.get(key), str):
+            raise ConfigError(f"{place}: `{key}` is {type(record.get(key)).__name__}; it must be a string")
 
 
 def _messages(place: str, messages: Any, tools: Any) -> Record:
