@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -74,6 +76,15 @@ def test_what_is_held_out_is_not_trained_on(corpus) -> None:
     for share in (0.01, 0.99):
         with pytest.raises(ConfigError, match="of 20 samples are"):
             hold_out(source, share, seed=1)
+
+
+def test_a_temporary_directory_that_is_full_is_named(corpus, monkeypatch) -> None:
+    def full() -> IO[bytes]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(ConfigError, match=r"a temporary file in .*No space left on device; set TMPDIR"):
+        TokenizedFiles(find_files([corpus]), [])
 
 
 def test_too_little_text_is_refused(corpus) -> None:

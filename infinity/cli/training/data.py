@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -109,7 +109,7 @@ class TokenizedFiles:
 
         self.vocabulary = len(tokenizer)  # though some number their tokens with gaps
         texts = chain.from_iterable(map(_pieces, files))
-        with tempfile.TemporaryFile() as storage:  # the mapping keeps it alive
+        with _temporary_file() as storage:  # the mapping keeps it alive
             for ids in in_turns(texts, tokens_of, ranks, "tokenizing --data"):
                 self.vocabulary = max(self.vocabulary, 1 + int(ids.max(initial=-1)))
                 storage.write(ids.tobytes())
@@ -130,6 +130,18 @@ def _pieces(path: Path) -> Iterator[str]:
     with _readable(path), path.open(encoding="utf-8", errors="replace") as file:
         while text := file.read(_PIECE_CHARS):
             yield text + file.readline(_LINE_CHARS)
+
+
+@contextmanager
+def _temporary_file() -> Iterator[IO[bytes]]:
+    try:
+        with tempfile.TemporaryFile() as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(
+            f"the tokens of --data cannot be written to a temporary file in {tempfile.tempdir}: {error.strerror}; set "
+            "TMPDIR to a directory that has 4 bytes free for each token"
+        ) from error
 
 
 @contextmanager
