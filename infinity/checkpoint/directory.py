@@ -42,7 +42,10 @@ def latest_tag(directory: Path) -> str | None:
         tag = read_plain(path, _MAX_TAG_BYTES).decode("utf-8").strip()
         check_tag(tag)
     except ValueError as error:  # no UTF-8, or no tag
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        known = ", ".join(tags(directory))
+        raise CheckpointError(
+            f"{path} is damaged: {error}; write the name of a checkpoint into it ({known}), or give one as the tag"
+        ) from error
     return tag
 
 

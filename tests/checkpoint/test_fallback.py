@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import infinity
+from infinity.checkpoint.find import find_checkpoint
 from tests.api.small_models import engine_of, reseal, train
 
 
@@ -49,6 +50,21 @@ def test_the_newest_whole_one_is_loaded_with_a_word_where_the_last_is_damaged(ha
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("the checkpoint that was saved last is not whole; trying `global_step2`: ")
     assert str(saved / "global_step3") in said
+
+
+def test_a_directory_without_its_file_latest_is_told_from_one_without_checkpoints(saved, caplog) -> None:
+    """As if single checkpoints had been copied; the others are of no use here."""
+    (saved / "latest").unlink()
+    damaged: dict[str, infinity.CheckpointError] = {}
+    assert find_checkpoint(saved, None, damaged) is None
+    assert find_checkpoint(saved / "global_step3", None, damaged) is None
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"{saved} has no file `latest`")
+    assert "(global_step1, global_step2, global_step3)" in first
+    assert second.startswith(f"{saved}/global_step3 is a checkpoint: give the directory that it is in")
+    (saved / "latest").write_bytes(b"")
+    with pytest.raises(infinity.CheckpointError, match=r"latest is damaged: .*\(global_step1, global_step2, "):
+        find_checkpoint(saved, None, damaged)
 
 
 def test_one_that_is_asked_for_by_its_tag_is_loaded_or_refused(saved) -> None:
