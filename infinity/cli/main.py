@@ -35,6 +35,7 @@ from infinity.cli import (
 from infinity.cli.terminal import plain
 from infinity.errors import InfinityError
 
+_log = logging.getLogger(__name__)
 COMMANDS = (
     train,
     run,
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if not isinstance(error, BrokenPipeError) and (error.filename is not None or error.errno not in _UNWRITTEN):
+        if not isinstance(error, BrokenPipeError) and (error.errno not in _UNWRITTEN):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
         if isinstance(error, BrokenPipeError):  # `infinity env | head`: nobody reads any more
@@ -114,6 +115,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         code: int = parsed.run(parsed)
     except InfinityError as error:
         print("error: " + "\n".join(map(plain, str(error).split("\n"))), file=sys.stderr)
+        return EXIT_ERROR
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _log.info("where it failed", exc_info=True)
+        print(plain(f"error: {error.filename}: {error.strerror}"), file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -13,6 +13,7 @@ from infinity.cli.ready import config_argument
 from infinity.errors import ConfigError
 
 _MODEL = "gpt2"
+_MAX_SEED = (1 << 32) - 1  # orders of the data have seeds that are a million times as large, of 64 bits
 _COUNTS = ("steps", "seq_len", "save_every", "keep_last", "micro_batch_size", "accumulation", "eval_every", "lora")
 
 
@@ -204,6 +205,8 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     if args.warmup is not None and args.warmup < 0:
         raise ConfigError(f"--warmup is {args.warmup}; it must be a number of steps, at least 0")
+    if abs(args.seed) > _MAX_SEED:
+        raise ConfigError(f"--seed is {args.seed}; it must be between -{_MAX_SEED} and {_MAX_SEED}")
     if args.epochs is not None and not 0 < args.epochs < math.inf:
         raise ConfigError(f"--epochs is {args.epochs}; it must be a number above 0, such as 3 or 0.5")
     if args.lr is not None and not 0 <= args.lr < math.inf:

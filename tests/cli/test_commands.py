@@ -243,6 +243,8 @@ def test_a_signal_ends_training_after_the_step(number, code, workspace) -> None:
         (["--lr", "nan"], "--lr is nan"),
         (["--device", "tpu"], "tpu"),
         (["--device", "meta"], "device meta is not available; torch sees "),
+        (["--seed", str(10**25)], "it must be between"),
+        (["--data", "x" * 300], "x: File name too long"),
         (["--seq-len", "100000"], "takes at most 256 tokens"),
         (["--tokenizer", "/does/not/exist"], "--tokenizer /does/not/exist cannot be loaded"),
         (["--config", "/does/not/exist.json"], "cannot read the configuration"),
