@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -37,6 +38,15 @@ def ids(samples: Samples, first: int, size: int) -> torch.Tensor:
 
 def test_files_are_found_in_a_fixed_order_without_installed_packages(corpus) -> None:
     assert [path.name for path in find_files([corpus])] == ["b.txt", "a.py"]
+
+
+def test_a_directory_that_cannot_be_read_is_not_left_out(corpus, monkeypatch) -> None:
+    def walk(path: Path, onerror: Callable[[OSError], None]) -> None:
+        onerror(PermissionError(errno.EACCES, "Permission denied", str(path / "sub")))
+
+    monkeypatch.setattr("os.walk", walk)
+    with pytest.raises(ConfigError, match=r"--data .*/sub cannot be read: Permission denied"):
+        find_files([corpus])
 
 
 def test_reads_cross_from_file_to_file(corpus) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import os
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,12 +44,12 @@ def find_files(paths: Iterable[Path], option: str = "--data") -> list[Path]:
     """The text files among and below `paths`, in a fixed order.
 
     Raises:
-        ConfigError: a path does not exist, or there is no text at all.
+        ConfigError: a path does not exist, a directory cannot be read, or there is no text at all.
     """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = (p for p in path.rglob("*") if p.suffix in _SUFFIXES and p.is_file())
+            found = (p for p in _below(path, option) if p.suffix in _SUFFIXES and p.is_file())
             files += sorted(p for p in found if _INSTALLED.isdisjoint(p.relative_to(path).parts))
         elif path.is_file():
             files.append(path)
@@ -60,6 +61,14 @@ def find_files(paths: Iterable[Path], option: str = "--data") -> list[Path]:
         kinds = ", ".join(sorted(_SUFFIXES))
         raise ConfigError(f"{option} {named}: there is no text; give files with content, or directories with {kinds}")
     return files
+
+
+def _below(directory: Path, option: str) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:  # `rglob` leaves such directories out
+        raise ConfigError(f"{option} {error.filename} cannot be read: {error.strerror}") from error
+
+    for parent, _, names in os.walk(directory, onerror=refuse):
+        yield from (Path(parent, name) for name in names)
 
 
 class ByteTokens:
