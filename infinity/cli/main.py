@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from infinity import __version__
@@ -91,6 +93,9 @@ def _open_standard_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123  (it stays open)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names and data may have what its encoding has not
+        with suppress(OSError):  # where its descriptor became a pipe since Python opened it
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser]]:

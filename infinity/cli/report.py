@@ -71,6 +71,6 @@ def _timeline(given: Path | None, found: RunLines) -> list[Ran]:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")  # of a path that is not UTF-8
     except OSError as error:
         raise ConfigError(f"--html {path} cannot be written: {error.strerror}") from error

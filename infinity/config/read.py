@@ -50,7 +50,7 @@ def write_json(path: Path, values: Mapping[str, Any], what: str) -> None:
         if path.exists() and not path.is_file():  # /dev/stdout, which a rename would replace
             path.write_text(text, encoding="utf-8")
             return
-        target = path.resolve()  # a link stays one
+        target = Path(os.path.realpath(path))  # a link stays one
         partial = target.with_name(target.name + ".part")
         try:
             partial.write_text(text, encoding="utf-8")

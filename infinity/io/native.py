@@ -36,7 +36,7 @@ _WITHOUT_TIMEOUT = -1.0
 
 class _NativeFile(IoFile):
     def __init__(self, source: Path, read_only: bool, name: Path, engine: _aio.Engine, direct: bool) -> None:
-        self._native: _aio.File | None = _aio.File(str(source), read_only, direct)
+        self._native: _aio.File | None = _aio.File(os.fsencode(source), read_only, direct)
         self._engine = engine
         self.path = name
         self.direct = self._native.direct

@@ -199,6 +199,13 @@ def test_text_of_a_log_moves_no_cursor(tmp_path, capsys) -> None:
     assert shown.isprintable()
 
 
+def test_a_name_that_is_not_utf8_is_shown(tmp_path, capsys) -> None:
+    write(tmp_path / "run\udcff.jsonl", step(1))
+    assert main(["report", str(tmp_path / "run\udcff.jsonl")]) == 0
+    assert "<svg" in (tmp_path / "run\udcff.html").read_text()
+    assert "run\\udcff.html" in capsys.readouterr().out
+
+
 def test_places_that_cannot_be_are_refused(log, tmp_path, capsys) -> None:
     assert main(["report", str(tmp_path / "missing")]) == 2
     assert "missing cannot be read" in capsys.readouterr().err

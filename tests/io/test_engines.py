@@ -61,6 +61,12 @@ def test_what_is_written_is_read_back(engine, arena, nbytes, tmp_path) -> None:
     file.close()
 
 
+def test_a_name_that_is_not_utf8_is_opened(engine, tmp_path) -> None:
+    path = tmp_path / "f\udcff"
+    path.write_bytes(bytes(4096))
+    engine.open(path, read_only=True).close()
+
+
 def test_what_many_threads_have_asked_for_is_counted_while_it_is_under_way(engine, arena, tmp_path) -> None:
     """A total that lost one would show bytes in flight for good, or less than none."""
     threads, times = 4, 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,11 +34,12 @@ def output_directory(asked: Path | None, model: str, source: Path | None, data: 
     """
     if asked is None:
         return _unused(Path(_FOLDER) / Path(model).name.replace(":", "-"))
-    if source is not None and asked.resolve() == source.resolve():
+    real = os.path.realpath(asked)
+    if source is not None and real == os.path.realpath(source):
         raise ConfigError(
             f"--output {asked} is the directory of --model, whose weights training begins with: give another directory"
         )
-    if asked.resolve() in [path.resolve() for path in data]:
+    if real in map(os.path.realpath, data):
         raise ConfigError(
             f"--output {asked} is also given as data, so the trained model's files would lie among the data: give "
             "another directory"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from infinity.cli.terminal import is_terminal
+from infinity.cli.terminal import is_terminal, plain
 from infinity.cli.training.display import Display
 from infinity.cli.training.log import RunLog
 from infinity.config import format_size
@@ -165,6 +165,7 @@ class Progress:
         """Say something between two steps."""
         if self._silent:
             return
+        text = plain(text)
         if self._display is not None:
             self._display.note(text)
         else:
