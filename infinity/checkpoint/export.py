@@ -192,6 +192,38 @@ def _unfinished(directory: Path) -> Iterator[Path]:
         raise storage_error(error, directory) from error
 
 
+@contextmanager
+def files_of_library(directory: Path) -> Iterator[Path]:
+    """A directory for files that a library writes, which then take the places of those in `directory`, one by one.
+
+    Raises:
+        StorageError: a file cannot be written; those in `directory` are as they were.
+        CheckpointError: likewise, in the words of the library.
+    """
+    with _unfinished(directory) as unfinished:
+        try:
+            yield unfinished
+        except (InfinityError, OSError):
+            raise
+        except Exception as error:  # safetensors and tokenizers have classes of their own for a full disk
+            raise CheckpointError(f"{directory} cannot be written: {type(error).__name__}: {error}") from error
+        for file in sorted(path for path in unfinished.rglob("*") if path.is_file()):
+            place = directory / file.relative_to(unfinished)
+            make_directory(place.parent)
+            file.replace(place)
+            sync_directory(place.parent)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuse a dtype that weights cannot be rounded to.
+
+    Raises:
+        ConfigError: it is no floating-point dtype of torch.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"dtype is {dtype!r}; give a floating-point dtype of torch, such as torch.float32")
+
+
 def plan_shards(specs: Specs, shard_bytes: int | None, stem: str = "model") -> dict[str, Specs]:
     """Which tensors go into which file, in order; a tensor larger than `shard_bytes` has a file of its own."""
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]

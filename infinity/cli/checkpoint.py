@@ -137,6 +137,7 @@ def _export(args: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415  (it takes seconds to load)
 
     from infinity.checkpoint.dcp import export_dcp  # noqa: PLC0415  (the same)
+    from infinity.checkpoint.export import files_of_library  # noqa: PLC0415  (the same)
     from infinity.checkpoint.inspection import export_weights  # noqa: PLC0415  (the same)
 
     start_s = time.perf_counter()
@@ -152,7 +153,8 @@ def _export(args: argparse.Namespace) -> int:
         else:
             export_weights(args.source, args.target, dtype=dtype, tag=args.tag, model=model)
         if tokenizer is not None:
-            tokenizer.save_pretrained(args.target)
+            with files_of_library(args.target) as new:
+                tokenizer.save_pretrained(new)
     seconds = time.perf_counter() - start_s
     files = sorted(path.name for pattern in ("*.safetensors", "*.distcp") for path in args.target.glob(pattern))
     nbytes = sum((args.target / name).stat().st_size for name in files)

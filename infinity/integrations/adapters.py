@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.export import check_dtype, files_of_library
 from infinity.checkpoint.inspection import trained_values
 from infinity.checkpoint.tensors import TensorReader, read_header
 from infinity.engine import Engine
@@ -30,8 +32,10 @@ def save_adapters(
         dtype: the dtype of the values; by default float32, the exact masters.
 
     Raises:
-        ConfigError: the model is none of PEFT's, or has no such adapter.
+        ConfigError: the model is none of PEFT's, or has no such adapter; or `dtype` is no floating-point dtype.
+        StorageError, CheckpointError: rank 0 could not write; an earlier adapter is still there.
     """
+    check_dtype(dtype)
     model = _peft_model(engine, adapter)
     values = {}
     for name in _names(model, adapter).values():
@@ -39,7 +43,8 @@ def save_adapters(
         assert value is not None
         values[name] = value.to("cpu", dtype)
     rank = engine.begin_gathering("save_adapters", stores=False).ranks.rank
-    _write(model, directory, adapter, values, writes=rank == 0)
+    if rank == 0:
+        _write(model, Path(directory), adapter, values)
 
 
 def export_adapters(
@@ -68,16 +73,17 @@ def export_adapters(
     _write(model, directory, "default", values)
 
 
-def _write(
-    model: Any, directory: str | Path, adapter: str, values: Mapping[str, torch.Tensor], *, writes: bool = True
-) -> None:
-    model.save_pretrained(
-        str(directory),
-        state_dict=values,
-        selected_adapters=[adapter],
-        is_main_process=writes,
-        save_embedding_layers=False,  # what is trained of them is in `modules_to_save`, and has been taken
-    )
+def _write(model: Any, directory: Path, adapter: str, values: Mapping[str, torch.Tensor]) -> None:
+    with files_of_library(directory) as new:
+        card = directory / "README.md"
+        if card.is_file():
+            shutil.copy(card, new)  # PEFT adds to it
+        model.save_pretrained(
+            str(new),
+            state_dict=values,
+            selected_adapters=[adapter],
+            save_embedding_layers=False,  # what is trained of them is in `modules_to_save`, and has been taken
+        )
 
 
 def load_adapters(engine: Engine, directory: str | Path, *, adapter: str = "default") -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.export import write_model, write_on_rank_0
+from infinity.checkpoint.export import check_dtype, write_model, write_on_rank_0
 from infinity.checkpoint.extra import persistent_buffers
 from infinity.config import parse_size
 from infinity.engine import Engine
@@ -39,11 +39,14 @@ def save_pretrained(
         max_shard_size: the size of a file, in bytes or such as "5GB"; a larger model is written to several files.
 
     Raises:
-        ConfigError: an adapter is on a weight that is tied to another one, or `max_shard_size` is no size.
+        ConfigError: an adapter is on a weight that is tied to another one, `max_shard_size` is no size, or `dtype` no
+            floating-point dtype.
         InfinityError: the model is divided by tensor parallelism.
         StorageError: writing failed; an earlier export is still there.
         CheckpointError: rank 0 could not write.
     """
+    if dtype is not None:
+        check_dtype(dtype)
     model: Any = engine.module
     runtime = engine.begin_gathering("save_pretrained", stores=False)
     if runtime.parts.ranks.size > 1:

@@ -6,6 +6,7 @@ import json
 import signal
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -307,6 +308,17 @@ def test_an_exported_checkpoint_is_the_trained_model(workspace, capsys) -> None:
     capsys.readouterr()
     assert exported(workspace, "--model", "llama:160m") == 2
     assert "is the checkpoint of another model" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_cannot_be_written_is_told_in_words(workspace, monkeypatch, capsys) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
+    out = workspace / "out"
+    assert main(arguments(workspace, "--steps", "1", "--output", str(out))) == 2
+    assert f"{out} cannot be written: Exception: No space left on device" in capsys.readouterr().err
+    assert not list(out.glob(".tmp*"))
 
 
 def test_a_checkpoint_that_does_not_name_its_model_is_exported_with_a_note(workspace, tmp_path, capsys) -> None:

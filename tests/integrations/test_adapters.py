@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -57,6 +58,29 @@ def test_adapters_are_saved_as_peft_saves_them(tmp_path) -> None:
     loaded = peft.PeftModel.from_pretrained(tiny_llama(), str(tmp_path / "ours"))
     ids = batches(1)[0]
     assert torch.equal(loss_of(loaded, ids), loss_of(plain, ids))
+
+
+def test_a_failure_leaves_the_adapters_that_were_there(tmp_path, monkeypatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    with engine_of(wrapped(tiny_llama())) as engine:
+        save_adapters(engine, tmp_path)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        train_on(engine, batches(1))
+        monkeypatch.setattr("peft.peft_model.safe_save_file", full)
+        with pytest.raises(infinity.CheckpointError, match="cannot be written: SafetensorError: No space left"):
+            save_adapters(engine, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int8])
+def test_what_weights_cannot_be_rounded_to_is_refused(dtype, tmp_path) -> None:
+    with engine_of(wrapped(tiny_llama())) as engine:
+        for save in (save_adapters, save_pretrained):
+            with pytest.raises(infinity.ConfigError, match="give a floating-point dtype of torch"):
+                save(engine, tmp_path / "out", dtype=dtype)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from infinity.checkpoint.export import files_of_library
 from infinity.cli.training.tokenizers import byte_tokenizer
 from infinity.config import format_size
 from infinity.engine import Engine
@@ -86,13 +87,14 @@ def save_trained(engine: Engine, directory: Path, tokenizer: Any | None) -> None
         tokenizer: None for bytes, for which a tokenizer is written whose tokens are bytes.
 
     Raises:
-        StorageError: writing failed; an earlier model in the directory is still there.
+        StorageError, CheckpointError: writing failed; an earlier model in the directory is still there.
     """
     save_pretrained(engine, directory)
     if has_adapters(engine.module):
         save_adapters(engine, directory / ADAPTERS)
     if engine.global_rank == 0:
-        (byte_tokenizer() if tokenizer is None else tokenizer).save_pretrained(directory)
+        with files_of_library(directory) as new:
+            (byte_tokenizer() if tokenizer is None else tokenizer).save_pretrained(new)
 
 
 def has_adapters(model: nn.Module) -> bool:
