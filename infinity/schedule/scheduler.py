@@ -332,7 +332,7 @@ class Scheduler:
 
     def _first_in_slot(self, state: State) -> UnitState | None:
         """Return the unit in this state that has been in a slot longest, unless an update reads its gradients."""
-        rows = (self.rows[unit] for unit in self._in_slots)
+        rows = (self.rows[unit] for unit in self._in_slots if self.rows[unit].spills)
         return next((row for row in rows if row.gradients is state and not row.gradients_are_used), None)
 
 
