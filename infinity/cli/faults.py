@@ -12,7 +12,7 @@ from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from infinity.cli.planning import Draft
-    from infinity.simulation.planned import Planned
+    from infinity.planner.planned import Planned
     from infinity.simulation.run import Outcome
 
 _LAST = 12  # events and actions of a violation that are shown
@@ -77,7 +77,7 @@ class Faults:
         }
 
     def _violation(self) -> dict[str, Any] | None:
-        from infinity.simulation.planned import SCENARIO_STEPS  # noqa: PLC0415  (torch takes seconds)
+        from infinity.planner.planned import SCENARIO_STEPS  # noqa: PLC0415  (torch takes seconds)
 
         violation, seed = self.outcome.violation, self.seeds[1] - 1
         if violation is None:
@@ -134,7 +134,7 @@ def simulate_faults(args: argparse.Namespace, draft: Draft, later: list[int]) ->
     """
     if args.simulate_faults is None:
         return None
-    from infinity.simulation.planned import planned_of, search_planned  # noqa: PLC0415  (torch takes seconds)
+    from infinity.planner.planned import planned_of, search_planned  # noqa: PLC0415  (torch takes seconds)
 
     config, first = draft.asked.config, args.seed or 0
     planned = planned_of(draft.plan, config, later)

@@ -12,8 +12,8 @@ from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.errors import CapacityError, ConfigError
 from infinity.planner import Machine, TrainingPlan, plan_training
+from infinity.planner.planned import Planned, planned_of, search_planned
 from infinity.simulation.model import Pass
-from infinity.simulation.planned import Planned, planned_of, search_planned
 from tests.action_logs.cases import CASES, LARGE, ON_DEVICE, Case, config_of
 from tests.action_logs.test_planner import Counted
 from tests.behaviour.reference import named_budget
@@ -111,7 +111,7 @@ def test_the_command_counts_what_it_simulated(tmp_path: Path, capsys) -> None:
 
 
 def test_a_violation_names_its_seed_and_is_found_again(tmp_path: Path, capsys) -> None:
-    with planted("unit_not_awaited"):
+    with planted("pins_stay"):  # one that the steps of a prediction do not meet
         assert main(arguments(tmp_path, "--json")) == 1
         violation = json.loads(capsys.readouterr().out)["faults"]["violation"]
         repeat = violation["repeat"].split()

@@ -9,7 +9,7 @@ from random import Random
 from infinity.config import Config as Configuration
 from infinity.errors import ConfigError
 from infinity.optim.pipeline import LEAST_SLOTS
-from infinity.planner import TrainingPlan
+from infinity.planner.training_plan import TrainingPlan
 from infinity.simulation.clock import Tempo
 from infinity.simulation.filling import device_bytes_of
 from infinity.simulation.model import (
