@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from random import Random
@@ -91,8 +91,15 @@ class Clock:
     def is_busy(self) -> bool:
         return bool(self._under_way)
 
-    def start(self, kind: str, unit: int, end: Callable[[Operation], None] | None = None) -> Operation:
-        """Start an operation; `end` is called with it once it has ended, well or not."""
+    def start(
+        self, kind: str, unit: int, end: Callable[[Operation], None] | None = None, tiles: Sequence[int] = ()
+    ) -> Operation:
+        """Start an operation; `end` is called with it once it has ended, well or not.
+
+        Args:
+            unit: -1 if it is of none; the number of an extent if its kind is of those that move extents.
+            tiles: of the unit.
+        """
         operation, tempo = Operation(kind, unit, end), self._tempo
         if self.faults and kind in self.faults:
             self.faults.remove(kind)
@@ -122,6 +129,11 @@ class Clock:
     def wait(self, operation: Operation) -> None:
         """Wait until an operation has ended, well or not."""
         while not operation.done:
+            self.wait_for_next()
+
+    def wait_until(self, holds: Callable[[], bool], _cause: str) -> None:
+        """Wait until a condition holds."""
+        while not holds():
             self.wait_for_next()
 
     def wait_for_next(self) -> None:

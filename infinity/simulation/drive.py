@@ -39,7 +39,7 @@ class Drive:
 
     Args:
         read, write: the kinds of its operations.
-        units: that the extents are of, in the order in which they are reserved; empty if nobody asks.
+        units: that the extents are of, in the order in which they are reserved; empty if their numbers are told.
     """
 
     def __init__(self, clock: Clock, read: str, write: str, units: Sequence[int] = ()) -> None:
@@ -66,7 +66,7 @@ class Drive:
         return cast(int, extent.pieces[0])
 
     def _unit(self, at: int) -> int:
-        return self._units[at] if self._units else -1
+        return self._units[at] if self._units else at
 
     def read(self, extent: Extent | SlotExtent, span: Span, *, priority: Priority) -> Transfer:
         if isinstance(extent, SlotExtent):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -54,6 +54,11 @@ class UnitSpec:
     comes: bool = False
 
     @property
+    def on_drive(self) -> Collection[int]:
+        """Tiles whose optimizer states live on the drive."""
+        return range(self.stored)
+
+    @property
     def beside(self) -> bool:
         """The values that come and go have their home on the device, too, and may be updated there at any time."""
         return self.on_device and self.offloaded
@@ -84,6 +89,7 @@ class Config:
         saved_on_drive: they go on to a drive.
         device_bytes: device memory for optimizer states that come, and for what a step needs beside them.
         refused: the device has no memory in one piece for the unit that would be the so many-th to come; 0 if it has.
+        writes_all: each update is written home.
     """
 
     units: tuple[UnitSpec, ...]
@@ -101,6 +107,7 @@ class Config:
     saved_on_drive: bool = False
     device_bytes: int = 0
     refused: int = 0
+    writes_all: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from types import SimpleNamespace
@@ -57,8 +57,11 @@ class Performer:
         foreseen: the update that may run ahead, while the scheduler decides on it.
         aheads: units with speculative updates.
         critical: the engine's, around what an interrupt must not cut short.
+        checks: promises about all rows together are checked at each event.
         gradients_returned: a speculative update has given gradients back, which may spill.
     """
+
+    checks = True
 
     def __init__(self, config: Config, spec: RankSpec, seed: int, versions: list[int], trace: Trace | None) -> None:
         self.config = config
@@ -70,7 +73,7 @@ class Performer:
         self.foreseen: Due | None = None
         self.aheads: dict[Row, None] = {}
         self.critical = CriticalSection()
-        self.clock = Clock(Random(seed), spec.tempo, trace)
+        self.clock = self._make_clock(seed, spec, trace)
         speculative = config.schedule == "speculative"
         self.device = DeviceMemory(self.clock, config)
         self.states = States(
@@ -81,7 +84,7 @@ class Performer:
             double_buffered=speculative or config.keeps,
             written_through=config.keeps,
         )
-        self.worker = Worker(self.clock, self.states)
+        self.worker = self._make_worker()
         self.grads = GradMemory(self.clock, config.units, config.slots, config.shared_bytes, self.critical)
         self.rows = [Row(index, each, self.grads, versions[index]) for index, each in enumerate(config.units)]
         self.images = config.images
@@ -99,9 +102,15 @@ class Performer:
             partial(raise_memory, "tiering.host_memory"),
             config.slots,
             self.grads.store.leased,
-            writes_all=config.keeps,
+            writes_all=config.keeps or config.writes_all,
             writes_unreconstructable=config.keeps or speculative,
         )
+
+    def _make_clock(self, seed: int, spec: RankSpec, trace: Trace | None) -> Clock:
+        return Clock(Random(seed), spec.tempo, trace)
+
+    def _make_worker(self) -> Worker:
+        return Worker(self.clock, self.states)
 
     def do(self, event: actions.Event) -> bool:
         """Perform what the scheduler asks for because of an event; False if that is nothing."""
@@ -117,19 +126,21 @@ class Performer:
                 violate("bounded", f"{event} has led to {count} actions")
             if self.trace is not None:
                 self.trace(f"   -> {action}")
-            if isinstance(action, actions.AwaitAnyUpdate):
-                if not self.finish_one():
-                    violate("legal", "there is no update to wait for")
-            else:
-                _PERFORMERS[type(action)](self, action.unit, action)
-        if self.changed_memory:
+            self.perform(action)
+        if self.changed_memory and self.checks:
             self.changed_memory = False
             check_world(self)
         return count > 0
 
+    def perform(self, action: actions.Action) -> None:
+        if not isinstance(action, actions.AwaitAnyUpdate):
+            _PERFORMERS[type(action)](self, action.unit, action)
+        elif not self.finish_one():
+            violate("legal", "there is no update to wait for")
+
     # Parameters #
 
-    def _fetch(self, row: Row) -> None:
+    def _fetch(self, row: Row, _: actions.Fetch) -> None:
         if row.residency is not _STORED:
             violate("legal", f"{row.name} is fetched, and is {row.residency.name}")
         if not self.budget.fits(row.nbytes):
@@ -153,7 +164,7 @@ class Performer:
                 self.budget.give(row.nbytes)
             else:
                 row.residency = _RESIDENT
-                self.staging.upload(row)
+                self.upload(row)
             self.staging.close(row)
             row.fetch.check()
 
@@ -205,6 +216,10 @@ class Performer:
             if fetched is None:
                 violate("refusal", f"no host memory is left for the values of {row.name} on their way")
             self.await_fetch(fetched)
+
+    def upload(self, row: Row) -> None:
+        """The values go to the device."""
+        self.staging.upload(row)
 
     def _await_newest(self, row: Row) -> None:
         if row.ticket is not None:
@@ -268,12 +283,11 @@ class Performer:
         """Wait until an update is computed, which now goes before all others."""
         if not ticket.computed:
             self.worker.queue.hurry(ticket)
-        while not ticket.computed:
-            self.clock.wait_for_next()
+        self.clock.wait_until(lambda: ticket.computed, "optimizer")
         if ticket.error is not None:
             raise ticket.error
         if ticket.row.residency is _RESIDENT:
-            self.staging.upload(ticket.row)
+            self.upload(ticket.row)
 
     def _await_update(self, row: Row) -> None:
         ticket = row.ticket or violate("legal", f"nothing updates {row.name}, which is awaited")
@@ -282,16 +296,14 @@ class Performer:
     def finish(self, ticket: Ticket) -> None:
         """Wait until an update is over: computed, and written."""
         self.wait_computed(ticket)
-        for write in ticket.writes:
-            self.clock.wait(write)
+        self.clock.wait_until(lambda: ticket.done, "optimizer")
         self._note(ticket)
 
     def finish_one(self) -> bool:
         """Wait for the update that is the first to be computed; False if there is none."""
         if not any(row.ticket is not None for row in self.rows):
             return False
-        while not self.worker.ended:
-            self.clock.wait_for_next()
+        self.clock.wait_until(lambda: bool(self.worker.ended), "optimizer")
         self.finish(self.worker.ended[0])
         return True
 
@@ -302,7 +314,7 @@ class Performer:
             for ticket in [each for each in self.worker.ended if each.done]:
                 self._note(ticket)
         self.spill_ahead()
-        ready = ready_updates(self)
+        ready = ready_updates(self) if self.checks else []
         if self.scheduler.waits_for_memory:
             self.do(actions.MemoryFreed())
         if ready:
@@ -329,7 +341,7 @@ class Performer:
             self.gradients_returned = True
         row.pins -= 1
         if row.residency is _RESIDENT and ticket.error is None:
-            self.staging.upload(row)
+            self.upload(row)
         self.staging.close(row)
         if ticket.error is not None:
             raise ticket.error
@@ -356,11 +368,15 @@ class Performer:
         ticket = self._submit_tiles(row, foreseen, tiles, needed, write=kind == "slots")
         ticket.keeps = ticket.logs = True
         ticket.recovers = kind != "images" and row.spec.recovers and row.spills and whole
-        ticket.images = len(tiles) if kind == "images" else 0
+        ticket.images = self._images(row, tiles) if kind == "images" else 0
         self.images -= ticket.images
         row.ahead = Ahead(foreseen, frozenset(tiles), ticket, kind)
         self.aheads[row] = None
         self.worker.submit(ticket)
+
+    def _images(self, row: Row, tiles: Sequence[int]) -> int:
+        """The part of the undo log that a speculative update takes."""
+        return len(tiles)
 
     def _old_params(self, row: Row, *, write: bool) -> str:
         """Where a speculative update keeps what it replaces; better in slots if it is to be written anyway."""
@@ -501,11 +517,11 @@ class Performer:
 
 
 _PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any, Any], object]] = {
-    actions.Fetch: lambda self, row, _: self._fetch(row),
+    actions.Fetch: lambda self, row, action: self._fetch(row, action),
     actions.AwaitFetch: lambda self, row, _: self.await_fetch(row),
     actions.Evict: lambda self, row, _: self._evict(row),
     actions.Submit: Performer._submit,
-    actions.SubmitAhead: Performer._submit_ahead,
+    actions.SubmitAhead: lambda self, row, action: self._submit_ahead(row, action),
     actions.UpdateOnDevice: lambda self, row, _: self._update_on_device(row),
     actions.AwaitUpdate: lambda self, row, _: self._await_update(row),
     actions.AwaitNewest: lambda self, row, _: self._await_newest(row),

@@ -233,6 +233,8 @@ class Rank(Performer):
     def _compute(self, call: Pass, position: int, micro_batch: int, *, saves: bool) -> None:
         units = call.uses[position]
         self._enter(units)
+        if self._open == "forward":
+            self.goes_forward(position)
         if call.inside and self._open == "forward":
             self._may_raise(call, position, backward=False)
         if saves:
@@ -240,9 +242,15 @@ class Rank(Performer):
             self.activations.save((micro_batch, position), sizes)
         self._leave(units)
 
+    def goes_forward(self, position: int) -> None:
+        """A module computes."""
+
+    def goes_backward(self, position: int, *, begun: bool) -> None:
+        """A module computes, up to its first gradients, and on from there if it has `begun`."""
+
     def _compute_again(self, call: Pass, position: int, micro_batch: int) -> None:
         """A checkpoint before a module's backward runs its forward again."""
-        computing = [row for row in self.rows if row.computing]
+        computing = [row for row in self.rows if row.computing] if call.segment else []
         for again in call.again(position):
             if again in self._mine(call):
                 self._compute(call, again, micro_batch, saves=True)
@@ -312,6 +320,7 @@ class Rank(Performer):
         if call.nested:
             self._compute_again(call, position, micro_batch)
         self.activations.use((micro_batch, position))
+        self.goes_backward(position, begun=False)
         if call.inside:
             self._may_raise(call, position, backward=True)
         for unit in units:
@@ -322,6 +331,7 @@ class Rank(Performer):
                 left[unit] -= 1
             if spec.grads and not self._reduces(call) and (spec.parts or (left is not None and not left[unit])):
                 self._add(self.rows[unit])
+        self.goes_backward(position, begun=True)
         for unit in units:
             if not self._gathering.is_whole(self.rows[unit]):
                 violate("pinned", f"{self.rows[unit].name} was let go by all ranks while a module computed on it")

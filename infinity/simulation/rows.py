@@ -153,7 +153,7 @@ class Row(UnitState):
                     self.kept[tile] = self.home[tile]
                 self.home[tile] = version
 
-        return clock.start("write", self.index, end)
+        return clock.start("write", self.index, end, tuple(versions))
 
     def begin_write_home(self, tile: int) -> bool:
         """A tile is being written to the drive; whether that is to the other slot."""

@@ -202,4 +202,4 @@ class States:
 def _homes(unit: UnitSpec) -> list[copies.Memory]:
     if unit.on_device:
         return [_DEVICE] * unit.tiles
-    return [_NVME if tile < unit.stored else _HOST for tile in range(unit.tiles)]
+    return [_NVME if tile in unit.on_drive else _HOST for tile in range(unit.tiles)]

@@ -122,7 +122,7 @@ class Worker:
         self.states.ring.clear()
 
     def _wake(self) -> None:
-        has_work = self._errands or self.queue or self._reading.can_read_ahead()
+        has_work = self._errands or self.queue or self._can_read_ahead()
         if has_work and not self._wakes and self.at is None:
             self._wakes = True
             self._clock.start("pick", -1, self._pick)
@@ -135,7 +135,7 @@ class Worker:
             self._errands[0]()
             del self._errands[0]
         try:
-            self._reading.read_ahead()
+            self._read_ahead()
         except InfinityError:  # of the drive, or of a tile whose write has failed; its update raises it again
             self.queue.expect(())
         self.at = self._reading.next()
@@ -147,13 +147,19 @@ class Worker:
         self.at.chosen = True
         self._begin()
 
+    def _can_read_ahead(self) -> bool:
+        return self._reading.can_read_ahead()
+
+    def _read_ahead(self) -> None:
+        self._reading.read_ahead()
+
     def _begin(self) -> None:
         """Begin the next tile, or wait for what it needs."""
         ticket = self.at
         assert ticket is not None
         missing = next((each for each in ticket.ready if not each.done), None)
         if missing is None and ticket.tiles:
-            missing = self.states.arriving(ticket.tiles[0])
+            missing = self._arriving(ticket.tiles[0])
         if missing is not None:
             missing.then = self._begin
             return
@@ -168,9 +174,13 @@ class Worker:
                 self._finish(ticket, error)
                 return
             ticket.row.updating_tile = ticket.tiles[0].index
-            self._clock.start("update", ticket.unit, partial(self._updated, ticket))
+            self._clock.start("update", ticket.unit, partial(self._updated, ticket), (ticket.tiles[0].index,))
         else:
             self._finish(ticket)
+
+    def _arriving(self, tile: Tile) -> Operation | None:
+        """What the tile waits for, if that is under way."""
+        return self.states.arriving(tile)
 
     @staticmethod
     def _check_may_update(ticket: Ticket) -> None:

@@ -12,9 +12,8 @@ import torch
 from infinity.config import Config, load_config
 from infinity.errors import CapacityError
 from infinity.planner import Machine, Rates, count_work, plan_training, with_numbers
-from infinity.planner.lanes import Lanes, Process, Task, Until
-from infinity.planner.simulated_step import PARTS, Stage
-from infinity.planner.simulated_worker import OPTIMIZER
+from infinity.planner.lanes import Lanes, Task
+from infinity.planner.simulated_step import PARTS, TimedRank
 from infinity.planner.step_work import step_work
 from infinity.schedule.actions import Action, Evict, Fetch, Spill, Submit, SubmitAhead
 from infinity.zero.sizing import compute_dtype
@@ -52,23 +51,25 @@ class Prompt(Lanes):
         return super().put(lane, 0.0 if seconds < 1e-15 else seconds, *args, **options)
 
 
-class Logged(Stage):
+class Logged(TimedRank):
     """Writes actions down, and has each update end before it goes on."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
         self.actions: list[Action | str] = []
+        super().__init__(*args)
 
-    def perform(self, action: Action) -> Process:
+    def perform(self, action: Action) -> None:
         self.actions.append(action)
-        yield from super().perform(action)
+        super().perform(action)
         if isinstance(action, Submit | SubmitAhead):
             row = action.unit
-            yield Until(lambda: row.ticket is None or row.ticket.done, OPTIMIZER)
+            self.lanes.wait_until(lambda: row.ticket is None or row.ticket.done, "optimizer")
+            if isinstance(action, SubmitAhead) and row.ahead is None:
+                del self.actions[-1]  # nothing of it can be rolled back
 
-    def _phase(self, name: str, process: Process) -> Process:
+    def _begin_phase(self, name: str) -> None:
         self.actions.append(name)
-        return super()._phase(name, process)
+        super()._begin_phase(name)
 
 
 def simulated(case: Case, path: Path) -> list[str]:
@@ -86,13 +87,13 @@ def simulated(case: Case, path: Path) -> list[str]:
         host_memory = named_budget(refusal.value) + int(case.room * params)
     plan = plan_training(Counted(), config(host_memory), machine)
     work = count_work(Counted(), plan.sizing.partition, compute_dtype(config(host_memory)), BATCH, 4)
-    stage = Logged(
+    rank = Logged(
         step_work(plan, config(host_memory), work, RATES), Prompt(PARTS, lambda busy: dict.fromkeys(busy, 1.0))
     )
-    stage.lanes.run(stage.compute_thread(), stage.worker.run())
-    last = [index for index, action in enumerate(stage.actions) if action == "forward"][-plan_passes(case)]
+    rank.train()
+    last = [index for index, action in enumerate(rank.actions) if action == "forward"][-plan_passes(case)]
     names = [spec.name or "the rest" for spec in plan.sizing.specs]
-    return [words for action in stage.actions[last:] if (words := _words(action, names)) is not None]
+    return [words for action in rank.actions[last:] if (words := _words(action, names)) is not None]
 
 
 def plan_passes(case: Case) -> int:

@@ -8,7 +8,7 @@ for it. What a scenario has beyond that is left out first; `expressed` says what
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -191,7 +191,9 @@ class _OneThread(Clock):
     def is_busy(self) -> bool:
         return bool(self._left)
 
-    def start(self, kind: str, unit: int, end: Callable[[], None] | None = None) -> Operation:
+    def start(
+        self, kind: str, unit: int, end: Callable[[Operation], None] | None = None, tiles: Sequence[int] = ()
+    ) -> Operation:
         operation = _Looked(kind, unit, end)
         operation.clock = self
         self._left.append(operation)
