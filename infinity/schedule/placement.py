@@ -97,6 +97,13 @@ class GradRules:
     sums_there: bool
     sums_once: bool
 
+    def parts(self, params: int) -> int:
+        """Return the number of parts in which the gradients of a unit with this many parameters arrive.
+
+        Each parameter is a part; if ranks reduce the gradients, the unit is one part.
+        """
+        return 1 if self.reduces else params
+
 
 @dataclass(frozen=True)
 class StateRules:

@@ -455,8 +455,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
 
 def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:
     sizing = plan.sizing
-    # Each parameter is a part, or each unit if ranks reduce it as one.
-    counts = [1 if sizing.rules.grads.reduces else len(unit.params) for unit in sizing.partition.units]
+    counts = [sizing.rules.grads.parts(len(unit.params)) for unit in sizing.partition.units]
     store = GradStore(
         sizing.shards.numels,
         sizing.shards.below,
