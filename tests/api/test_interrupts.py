@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -140,9 +141,13 @@ def engine_at(case: Case, path: Path) -> infinity.Engine:
     return engine
 
 
-def reference(case: Case, path: Path) -> list[State]:
+@cache
+def reference(case: Case) -> list[State]:
     """The state before each step, and after the last."""
-    with infinity.initialize(model=Blocks(), config=case.config(path), link=case.link)[0] as engine:
+    with (
+        tempfile.TemporaryDirectory() as path,
+        infinity.initialize(model=Blocks(), config=case.config(Path(path)), link=case.link)[0] as engine,
+    ):
         states = [State.of(engine)]
         for step in range(STEPS):
             one_step(engine, step)
@@ -157,7 +162,8 @@ def with_lines(file: str) -> frozenset[int]:
     return frozenset(node.lineno for node in ast.walk(tree) if isinstance(node, ast.With))
 
 
-def lines_of_a_step(case: Case, path: Path) -> Counter[Line]:
+@cache
+def lines_of_a_step(case: Case) -> Counter[Line]:
     """How often each line runs in the step that is interrupted and the next forward, under which updates may run."""
     seen: Counter[Line] = Counter()
 
@@ -165,7 +171,7 @@ def lines_of_a_step(case: Case, path: Path) -> Counter[Line]:
         if where[1] not in with_lines(where[0]):
             seen[where] += 1
 
-    with engine_at(case, path) as engine:
+    with tempfile.TemporaryDirectory() as path, engine_at(case, Path(path)) as engine:
         traced(lambda: run_interrupted(engine), line)
     return seen
 
@@ -260,9 +266,9 @@ def sweep(
     case: Case, path: Path, every: int, within: str = "", occurrences: tuple[int, ...] = (FIRST, LAST)
 ) -> Counter[str]:
     """Interrupt at the first and the last time of every n-th line of files with such a path."""
-    victim = Victim(case, path, reference(case, path))
+    victim = Victim(case, path, reference(case))
     outcomes: Counter[str] = Counter()
-    lines = sorted((where, times) for where, times in lines_of_a_step(case, path).items() if within in where[0])
+    lines = sorted((where, times) for where, times in lines_of_a_step(case).items() if within in where[0])
     for index, (where, times) in enumerate(lines):
         if index % every:
             continue
@@ -392,8 +398,8 @@ def test_an_interrupted_zero_grad_leaves_no_part_of_the_gradients(tmp_path, monk
         drop(grads, each)
 
     case = CASES["deferred-nvme"]
-    states = reference(case, tmp_path / "reference")
-    with engine_at(case, tmp_path / "interrupted") as engine:
+    states = reference(case)
+    with engine_at(case, tmp_path) as engine:
         engine.backward(engine(data(AT + 1, 0)))
         engine.synchronize()
         monkeypatch.setattr(GradStore, "drop", interrupted)
