@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 DEMO_STEPS ?= 50
+# Without stored bytecode, each process of the tests would compile the package and rewrite the tests' assertions.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-device gpu gpu-selftest gpu-test gpu-step lint docs format sanitize clean
 
