@@ -426,7 +426,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
     """Create the collector of a training step's gradients."""
     partition, rules = runtime.partition, runtime.sizing.rules
     units = runtime.executor.units
-    source: Direct | Reduction = Direct(units, runtime.parts)
+    source: Direct | Reduction
     if rules.grads.reduces:
         sizing = runtime.sizing
         journey = Journey(
@@ -449,6 +449,8 @@ def make_gradients(runtime: Runtime) -> Gradients:
             runtime.counters,
             runtime.parts,
         )
+    else:
+        source = Direct(units, runtime.parts)
     streams = runtime.grads.streams or runtime.grads_there is not None
     return Gradients(units, source, runtime.sums, runtime.counters, runtime.parts, streams=streams)
 
