@@ -94,7 +94,7 @@ class Case:
         }
 
 
-STEPS = 3  # as many as the longest of the paths
+STEPS = 4  # one more than the longest of the paths: ranks return to the first way after steps on others
 
 
 def data_of(case: Case) -> list[tuple[torch.Tensor, tuple[Path_, Path_]]]:
