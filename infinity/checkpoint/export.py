@@ -194,11 +194,11 @@ def _unfinished(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def files_of_library(directory: Path) -> Iterator[Path]:
-    """A directory for files that a library writes, which then take the places of those in `directory`, one by one.
+    """Yield a temporary directory for the files of a library; then move each file to its place in `directory`.
 
     Raises:
-        StorageError: a file cannot be written; those in `directory` are as they were.
-        CheckpointError: likewise, in the words of the library.
+        StorageError: a file cannot be written. The files in `directory` are unchanged.
+        CheckpointError: the library has raised an error, which the message quotes. The files are unchanged.
     """
     with _unfinished(directory) as unfinished:
         try:
@@ -207,11 +207,14 @@ def files_of_library(directory: Path) -> Iterator[Path]:
             raise
         except Exception as error:  # safetensors and tokenizers have classes of their own for a full disk
             raise CheckpointError(f"{directory} cannot be written: {type(error).__name__}: {error}") from error
+        places = set()
         for file in sorted(path for path in unfinished.rglob("*") if path.is_file()):
             place = directory / file.relative_to(unfinished)
             make_directory(place.parent)
             file.replace(place)
-            sync_directory(place.parent)
+            places.add(place.parent)
+        for parent in places:
+            sync_directory(parent)
 
 
 def check_dtype(dtype: Any) -> None:

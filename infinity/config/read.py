@@ -1,4 +1,4 @@
-"""A JSON file as it was meant, or an error that says where it is not JSON: whatever the bytes are; and writing one."""
+"""Read JSON files, with an error that names the place where a file is not JSON, and write them whole."""
 
 from __future__ import annotations
 

@@ -427,7 +427,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
     partition, rules = runtime.partition, runtime.sizing.rules
     units = runtime.executor.units
     source: Direct | Reduction
-    if rules.grads.reduces:
+    if rules.grads.reduces:  # only one of them is created, because each writes into the rows of the units
         sizing = runtime.sizing
         journey = Journey(
             rules.sharding,

@@ -92,7 +92,7 @@ class Gradients:
         if self.last_pass:
             return addend._replace(values=self._sums.sums.pop((unit.grads, part)))
         unit.total.begun().present.update(addend.present)
-        unit.running.came.update(addend.of_pass)
+        unit.running.added.update(addend.of_pass)
         return None
 
     def finish(self) -> Iterator[Addend]:
@@ -118,7 +118,7 @@ class Gradients:
 
     def all_come(self, unit: Unit) -> bool:
         """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
-        return self.source.tells_late or len(unit.running.came) == unit.total.trained
+        return self.source.tells_late or len(unit.running.added) == unit.total.trained
 
     def try_add(self, addend: Addend) -> bool | None:
         """Add to the host's gradients of a unit.
@@ -144,9 +144,9 @@ class Gradients:
             for low, high in total.gaps:
                 store.tensor(unit.grads)[low:high] = 0  # kernels process the padding, too
         step.present.update(addend.present)
-        came = unit.running.came
-        came.update(addend.of_pass)
-        return self.source.tells_late or len(came) == total.trained
+        added = unit.running.added
+        added.update(addend.of_pass)
+        return self.source.tells_late or len(added) == total.trained
 
     def begin_backward(self, *, last: bool, uses: Sequence[int] | None) -> None:
         """Begin a backward pass; `last` is whether it is the last one of a step.

@@ -83,7 +83,7 @@ class UnitPass:
     Attributes:
         in_parts: its gradients are complete only at the end of the pass.
         arrived: parameters whose gradient has come from autograd.
-        came: parameters whose gradient is added to those of the step; it has come on some rank.
+        added: parameters whose gradient of this pass, of any rank, is added to the gradients of the step.
         updated: the pass has updated it, perhaps speculatively.
         uses: number of its calls in the forward, if known.
         left: number of these calls that backward has left.
@@ -91,7 +91,7 @@ class UnitPass:
 
     in_parts: bool = False
     arrived: set[int] = field(default_factory=set)
-    came: set[int] = field(default_factory=set)
+    added: set[int] = field(default_factory=set)
     updated: bool = False
     uses: int = 0
     left: int = 0
