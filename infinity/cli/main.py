@@ -93,7 +93,7 @@ def _open_standard_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123  (it stays open)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names and data may have what its encoding has not
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names and data may have characters that its encoding lacks
         with suppress(OSError):  # where its descriptor became a pipe since Python opened it
             sys.stdout.reconfigure(errors="backslashreplace")
 

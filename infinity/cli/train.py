@@ -13,7 +13,7 @@ from infinity.cli.ready import config_argument
 from infinity.errors import ConfigError
 
 _MODEL = "gpt2"
-_MAX_SEED = (1 << 32) - 1  # orders of the data have seeds that are a million times as large, of 64 bits
+_MAX_SEED = (1 << 32) - 1  # the data's order multiplies it by a million, which must fit in 64 bits
 _COUNTS = ("steps", "seq_len", "save_every", "keep_last", "micro_batch_size", "accumulation", "eval_every", "lora")
 
 

@@ -94,11 +94,11 @@ class Clock:
     def start(
         self, kind: str, unit: int, end: Callable[[Operation], None] | None = None, tiles: Sequence[int] = ()
     ) -> Operation:
-        """Start an operation; `end` is called with it once it has ended, well or not.
+        """Start an operation. At its end, `end` is called with it, also if it has failed.
 
         Args:
-            unit: -1 if it is of none; the number of an extent if its kind is of those that move extents.
-            tiles: of the unit.
+            unit: number of the unit, or of the extent if the operation moves an extent; -1 for neither.
+            tiles: the tiles of the unit that it changes or moves.
         """
         operation, tempo = Operation(kind, unit, end), self._tempo
         if self.faults and kind in self.faults:

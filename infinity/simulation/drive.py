@@ -39,7 +39,8 @@ class Drive:
 
     Args:
         read, write: the kinds of its operations.
-        units: that the extents are of, in the order in which they are reserved; empty if their numbers are told.
+        units: the unit of each extent, in the order in which extents are reserved. If empty, operations carry the
+            number of the extent instead.
     """
 
     def __init__(self, clock: Clock, read: str, write: str, units: Sequence[int] = ()) -> None:

@@ -57,7 +57,7 @@ class Performer:
         foreseen: the update that may run ahead, while the scheduler decides on it.
         aheads: units with speculative updates.
         critical: the engine's, around what an interrupt must not cut short.
-        checks: promises about all rows together are checked at each event.
+        checks: whether to check the invariants over all rows at each event.
         gradients_returned: a speculative update has given gradients back, which may spill.
     """
 

@@ -243,10 +243,14 @@ class Rank(Performer):
         self._leave(units)
 
     def goes_forward(self, position: int) -> None:
-        """A module computes."""
+        """Called when a module computes in the forward pass."""
 
     def goes_backward(self, position: int, *, begun: bool) -> None:
-        """A module computes, up to its first gradients, and on from there if it has `begun`."""
+        """Called when a module computes in the backward pass.
+
+        Args:
+            begun: False before the first gradients of the module, True for the computation after them.
+        """
 
     def _compute_again(self, call: Pass, position: int, micro_batch: int) -> None:
         """A checkpoint before a module's backward runs its forward again."""

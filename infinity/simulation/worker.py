@@ -179,7 +179,7 @@ class Worker:
             self._finish(ticket)
 
     def _arriving(self, tile: Tile) -> Operation | None:
-        """What the tile waits for, if that is under way."""
+        """Return the operation that the tile waits for, or None."""
         return self.states.arriving(tile)
 
     @staticmethod
