@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,8 +29,8 @@ from infinity.checkpoint.format import (
     trained_params,
 )
 from infinity.checkpoint.shards import part_shape, tensors_of
-from infinity.checkpoint.stored import StoredReader, StoredTensor, TensorPart, check_files
-from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile
+from infinity.checkpoint.stored import StoredReader, StoredTensor, check_files
+from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile, TensorPart
 from infinity.errors import CheckpointError, ConfigError
 from infinity.kernels import Dither
 from infinity.optim.formats import layout_with_moments, read_moments, write_moments
@@ -209,21 +209,14 @@ class _Conversion:
         if not specs:
             return []
         name = f"{unit.name.removesuffix('.safetensors')}{sharding.label}.safetensors"
-        file = TensorFile(directory / name, specs, staging)
-        try:
+        with closing(TensorFile(directory / name, specs, staging)) as file:
             for part in own:
                 for start in range(part.param.start, part.param.stop, _CHUNK):
                     stop = min(start + _CHUNK, part.param.stop)
                     self._piece(file, reader, part.info, start, stop)
                     self._done += stop - start
                     self._progress(self._done, self._total)
-        except BaseException:
-            file.abandon()
-            raise
-        return [
-            (key, TensorPart(entry.file, entry.start, math.prod(entry.shape), sums))
-            for key, (entry, sums) in file.finish().items()
-        ]
+            return list(file.finish().items())
 
     def _piece(self, file: TensorFile, reader: StoredReader, info: ParamInfo, start: int, stop: int) -> None:
         """Elements `[start, stop)` of a parameter."""

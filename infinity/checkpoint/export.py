@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -245,19 +245,16 @@ def plan_shards(specs: Specs, shard_bytes: int | None, stem: str = "model") -> d
 
 def _write_shards(directory: Path, shards: Mapping[str, Specs], values: Iterable[tuple[str, torch.Tensor]]) -> None:
     home = {name: file for file, specs in shards.items() for name in specs}
-    open_files: dict[str, TensorFile] = {}
-    with Staging() as staging:
-        try:
-            for file, specs in shards.items():
-                open_files[file] = TensorFile(directory / file, specs, staging, {"format": "pt"})
-            for name, value in values:
-                dtype, _ = shards[home[name]][name]
-                open_files[home[name]].write(name, value.detach().cpu().to(dtype).reshape(-1))
-            while open_files:
-                open_files.popitem()[1].finish()
-        finally:
-            for unfinished in open_files.values():
-                unfinished.abandon()
+    with Staging() as staging, ExitStack() as opened:
+        files = {
+            file: opened.enter_context(closing(TensorFile(directory / file, specs, staging, {"format": "pt"})))
+            for file, specs in shards.items()
+        }
+        for name, value in values:
+            dtype, _ = shards[home[name]][name]
+            files[home[name]].write(name, value.detach().cpu().to(dtype).reshape(-1))
+        for file in files.values():
+            file.finish()
     if len(shards) > 1:
         total = sum(torch.Size(s).numel() * d.itemsize for specs in shards.values() for d, s in specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": home}

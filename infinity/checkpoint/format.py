@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.files import brief, is_file_name, parse_json, read_plain
-from infinity.checkpoint.stored import StoredTensor, TensorPart
+from infinity.checkpoint.stored import StoredTensor
 from infinity.checkpoint.sums import BLOCK_BYTES, decode, encode
-from infinity.checkpoint.tensors import DTYPES
+from infinity.checkpoint.tensors import DTYPES, TensorPart
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.formats import layout_with_moments
 from infinity.tiers.state_layout import StateField, StateLayout

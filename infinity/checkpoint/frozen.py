@@ -7,6 +7,7 @@ memory. What has no such way (values on a device) is written at the end, as a sa
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 
@@ -86,12 +87,9 @@ class FrozenShards:
         spec = self._runtime.row(shard.unit).params.spec
         most = _READ_BYTES // spec.dtype.itemsize
         shard.open(self._directory, staging)
-        try:
+        with closing(shard):
             for start in range(trained_numel(shard.unit, self._runtime), spec.shard_numel, most):
                 if self._given_up.is_set():
                     raise CheckpointError("the save was cancelled")
                 shard.append(start, read(start, min(most, spec.shard_numel - start), into), {})
-        except BaseException:
-            shard.abandon()
-            raise
-        return shard.finish()
+            return shard.finish()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 from infinity.checkpoint.extra import persistent_buffers
 from infinity.checkpoint.files import is_file_name, parse_json, read_plain
-from infinity.checkpoint.tensors import TensorEntry, TensorReader, read_header
+from infinity.checkpoint.tensors import RangeReader, TensorEntry, read_header
 from infinity.errors import CheckpointError, ConfigError
 from infinity.tiers import StoredTensor, WeightFile
 from infinity.zero.model_parts import has_numbers
@@ -55,25 +57,24 @@ class PretrainedWeights:
 
     def read(self, name: str) -> torch.Tensor:
         """The values of a parameter or buffer, in its shape and in the dtype of the file."""
-        key, entry = self._keys[name]
-        with TensorReader(self._directory, {key: entry}) as reader:
-            return reader.read(key, 0, torch.Size(entry.shape).numel()).view(entry.shape)
+        _, entry = self._keys[name]
+        return self.read_slice(name, 0, math.prod(entry.shape)).view(entry.shape)
 
     def read_slice(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Elements `[start, start + numel)` of a parameter, flat, in the dtype of the file."""
         key, entry = self._keys[name]
-        with TensorReader(self._directory, {key: entry}) as reader:
-            return reader.read(key, start, numel)
+        with closing(RangeReader(self._directory)) as files:
+            return files.read_elements(key, entry, start, numel)
 
     def fingerprint(self, name: str) -> str:
         """Where a parameter lies in its file, and a digest of elements from all over it: trainings differ in those."""
         key, entry = self._keys[name]
-        numel = torch.Size(entry.shape).numel()
+        numel = math.prod(entry.shape)
         samples = hashlib.sha256()
-        with TensorReader(self._directory, {key: entry}) as reader:
+        with closing(RangeReader(self._directory)) as files:
             for index in range(_SAMPLES):
                 start = numel * index // _SAMPLES
-                taken = reader.read(key, start, min(_SAMPLE_NUMEL, numel - start))
+                taken = files.read_elements(key, entry, start, min(_SAMPLE_NUMEL, numel - start))
                 samples.update(taken.view(torch.uint8).numpy().tobytes())
         return f"{entry.dtype} {entry.shape} {samples.hexdigest()}"
 

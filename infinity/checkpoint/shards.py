@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import torch
 
 from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.format import FROZEN_FIELD, MASTER, stored_fields, stored_shape
-from infinity.checkpoint.stored import StoredTensor, TensorPart
-from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile
+from infinity.checkpoint.stored import StoredTensor
+from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile, TensorPart
 from infinity.optim.formats import read_master
 from infinity.tiers.state_layout import StateField, StateLayout
 from infinity.zero.build import Runtime
@@ -124,14 +125,11 @@ class Shard:
         if self.is_empty:
             return []
         self.open(directory, staging)
-        try:
+        with closing(self):
             for start, flat, fields in self.slices():
                 self.append(start, flat, fields)
                 self._runtime.ranks.progress()
-        except BaseException:
-            self.abandon()
-            raise
-        return self.finish()
+            return self.finish()
 
     def open(self, directory: Path, staging: Staging) -> None:
         """Begin the file."""
@@ -173,16 +171,12 @@ class Shard:
     def finish(self) -> list[WrittenPart]:
         """Flush to the drive; returns what was written."""
         assert self._file is not None
-        found = []
-        for key, (entry, sums) in self._file.finish().items():
-            numel = entry.nbytes // entry.torch_dtype.itemsize
-            found.append(WrittenPart(key, self._offsets[key], TensorPart(entry.file, entry.start, numel, sums)))
-        return found
+        return [WrittenPart(key, self._offsets[key], part) for key, part in self._file.finish().items()]
 
-    def abandon(self) -> None:
-        """Close without finishing."""
+    def close(self) -> None:
+        """Close without flushing, unless it is finished."""
         if self._file is not None:
-            self._file.abandon()
+            self._file.close()
 
 
 def trained_numel(unit: UnitLayout, runtime: Runtime) -> int:

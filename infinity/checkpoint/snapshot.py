@@ -110,7 +110,7 @@ class Snapshot:
             self._failure = self._failure or CheckpointError("the save was cancelled")
             for one in self._units.values():
                 if one.flushed is None:
-                    one.shard.abandon()
+                    one.shard.close()
         if self._frozen is not None:
             self._frozen.close()
         self._flusher.shutdown()

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import os
 import re
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -24,7 +24,16 @@ import torch
 
 from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.sums import BLOCK_BYTES, BlockSums, crc32
-from infinity.checkpoint.tensors import DTYPES, RangeReader, TensorEntry, TensorFile, read_header, shown
+from infinity.checkpoint.tensors import (
+    DTYPE_NAMES,
+    DTYPES,
+    RangeReader,
+    TensorEntry,
+    TensorFile,
+    TensorPart,
+    read_header,
+    shown,
+)
 from infinity.errors import CheckpointError
 
 _CHECK_BYTES = 16 * BLOCK_BYTES  # that are read at once to be checked
@@ -32,24 +41,6 @@ _RANK = re.compile(r"-rank-(\d+)\.safetensors$")
 _CHECK_THREADS = 4  # reading and checksums leave Python's lock alone
 
 Progress = Callable[[int], object]  # given the bytes that were checked since the last call
-
-
-@dataclass(frozen=True)
-class TensorPart:
-    """Neighbouring elements of a tensor, in one file.
-
-    Attributes:
-        start: byte offset from the start of the file.
-        numel: elements.
-        sums: CRC-32 of each block of its bytes.
-        block_bytes: length of the blocks; the last one may be shorter.
-    """
-
-    file: str
-    start: int
-    numel: int
-    sums: array[int]
-    block_bytes: int = BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -104,20 +95,12 @@ def write_whole(
         CheckpointError: the file format has no name for a dtype.
         OSError: writing failed.
     """
-    file = TensorFile(path, tensors, staging)
-    try:
+    with closing(TensorFile(path, tensors, staging)) as file:
         for key in tensors:
             for piece in pieces(key):
                 file.write(key, piece)
-    except BaseException:
-        file.abandon()
-        raise
-    return {
-        key: StoredTensor(
-            entry.dtype, entry.shape, (TensorPart(entry.file, entry.start, math.prod(entry.shape), sums),)
-        )
-        for key, (entry, sums) in file.finish().items()
-    }
+        written = file.finish()
+    return {key: StoredTensor(DTYPE_NAMES[tensors[key][0]], tensors[key][1], (part,)) for key, part in written.items()}
 
 
 class StoredReader:
@@ -280,16 +263,14 @@ def _with_usual_sums(
     directory: Path, key: str, tensor: StoredTensor, part: TensorPart, progress: Progress
 ) -> TensorPart:
     """Check a part that has one sum, and give it the sums of its blocks."""
-    files, sums, crc = RangeReader(directory, once=False, passing=True), BlockSums(), 0
+    sums, crc = BlockSums(), 0
     nbytes = part.numel * tensor.torch_dtype.itemsize
-    try:
+    with closing(RangeReader(directory, once=False, passing=True)) as files:
         for start in range(0, nbytes, _CHECK_BYTES):
             data = files.read(part.file, part.start + start, min(_CHECK_BYTES, nbytes - start), key).numpy().data
             crc = crc32(data, crc)
             sums.add(data)
             progress(len(data))
-    finally:
-        files.close()
     if part.sums and crc != part.sums[0]:
         raise CheckpointError(
             f"{directory / part.file} is damaged: tensor {shown(key)} has checksum {crc}, the manifest says "

@@ -16,7 +16,7 @@ import torch
 
 from infinity.checkpoint.blocks import OutputFile, Staging
 from infinity.checkpoint.files import brief, open_plain, parse_json
-from infinity.checkpoint.sums import BlockSums
+from infinity.checkpoint.sums import BLOCK_BYTES, BlockSums
 from infinity.errors import CheckpointError
 
 DTYPES = {
@@ -60,6 +60,24 @@ class TensorEntry:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """Neighbouring elements of a tensor, in one file.
+
+    Attributes:
+        start: byte offset from the start of the file.
+        numel: elements.
+        sums: CRC-32 of each block of its bytes.
+        block_bytes: length of the blocks; the last one may be shorter.
+    """
+
+    file: str
+    start: int
+    numel: int
+    sums: array[int]
+    block_bytes: int = BLOCK_BYTES
 
 
 class TensorFile:
@@ -106,22 +124,20 @@ class TensorFile:
         self._sums[key].add(data)
         self._written[key] += len(data)
 
-    def finish(self) -> dict[str, tuple[TensorEntry, array[int]]]:
-        """Flush to the drive; returns where each tensor lies, and the sums of its blocks."""
+    def finish(self) -> dict[str, TensorPart]:
+        """Flush to the drive, and close; returns where each tensor lies."""
         self._file.finish()
         written = {}
         for key, values in self._header.items():
             begin, end = values["data_offsets"]
             if self._written[key] != end - begin:
                 raise CheckpointError(f"tensor {key} has {self._written[key]} of its {end - begin} bytes")
-            entry = TensorEntry(
-                self._path.name, values["dtype"], tuple(values["shape"]), self._data_start + begin, end - begin
-            )
-            written[key] = entry, self._sums[key].sums
+            start, numel = self._data_start + begin, math.prod(values["shape"])
+            written[key] = TensorPart(self._path.name, start, numel, self._sums[key].sums)
         return written
 
-    def abandon(self) -> None:
-        """Close without finishing."""
+    def close(self) -> None:
+        """Close without flushing, unless it is finished."""
         self._file.close()
 
 
@@ -194,36 +210,6 @@ def shown(key: str) -> str:
     return key if len(key) <= 200 and key.isprintable() else brief(key)
 
 
-class TensorReader:
-    """Reads slices of tensors, as they are; a context manager."""
-
-    def __init__(self, directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
-        self._files = RangeReader(directory)
-        self._tensors = tensors
-
-    def read(self, key: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `[start, start + numel)` of a tensor, flat.
-
-        Raises:
-            CheckpointError: the file cannot be read, or ends before them.
-        """
-        entry = self._tensors[key]
-        dtype = entry.torch_dtype
-        if numel == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        first = entry.start + start * dtype.itemsize
-        return self._files.read(entry.file, first, numel * dtype.itemsize, key).view(dtype)
-
-    def close(self) -> None:
-        self._files.close()
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
 class RangeReader:
     """Reads ranges of plain files of a directory; one file is open at a time, since tensors are visited file by file.
 
@@ -257,6 +243,11 @@ class RangeReader:
         if length != nbytes:
             raise CheckpointError(f"{path} ended while tensor {key} was read")
         return data
+
+    def read_elements(self, key: str, entry: TensorEntry, start: int, numel: int) -> torch.Tensor:
+        """Elements `[start, start + numel)` of a tensor, flat; raises as `read`."""
+        dtype = entry.torch_dtype
+        return self.read(entry.file, entry.start + start * dtype.itemsize, numel * dtype.itemsize, key).view(dtype)
 
     def _room(self, nbytes: int) -> torch.Tensor:
         if not self._passing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from infinity.checkpoint.export import check_dtype, files_of_library
 from infinity.checkpoint.inspection import trained_values
-from infinity.checkpoint.tensors import TensorReader, read_header
+from infinity.checkpoint.tensors import RangeReader, read_header
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.deepspeed.values import full_fp32_values, safe_set_full_fp32_param
@@ -135,8 +136,11 @@ def _read(directory: Path) -> Mapping[str, torch.Tensor]:
     if not (directory / WEIGHTS).exists():
         raise CheckpointError(f"{directory} has no {WEIGHTS}: give the directory that an adapter was saved in")
     entries = read_header(directory / WEIGHTS)
-    with TensorReader(directory, entries) as reader:
-        return {key: reader.read(key, 0, math.prod(entry.shape)).view(entry.shape) for key, entry in entries.items()}
+    with closing(RangeReader(directory)) as files:
+        return {
+            key: files.read_elements(key, entry, 0, math.prod(entry.shape)).view(entry.shape)
+            for key, entry in entries.items()
+        }
 
 
 def _check(directory: Path, stored: Mapping[str, torch.Tensor], params: Mapping[str, nn.Parameter]) -> None:

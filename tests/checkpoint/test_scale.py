@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.checkpoint.stored import StoredTensor, TensorPart
+from infinity.checkpoint.stored import StoredTensor
 from infinity.checkpoint.sums import BLOCK_BYTES
+from infinity.checkpoint.tensors import TensorPart
 from infinity.tiers import Sharding
 from infinity.zero.partition import Alignment, Partition, make_partition
 
