@@ -797,7 +797,7 @@ def _close(
     optimizer.run_step = optimizer.drop_gradients = None
     disclaim(model)
     with ExitStack() as rest:
-        rest.callback(session.close)
+        rest.callback(session.unclaim)
         rest.callback(step.close)
         rest.callback(session.close_commits)
         if publisher is not None:

@@ -103,11 +103,7 @@ class Replacement:
         """
         directory = self._directory
         try:
-            make_directory(directory)
-            if not self._held.enter_context(locked(directory)):
-                raise CheckpointError(
-                    f"{directory}: another process is saving a checkpoint here; wait for it to finish"
-                )
+            self._held.enter_context(exclusive(directory))
             if self._mark_latest and (directory / _LATEST).is_dir():
                 raise CheckpointError(f"{directory / _LATEST} is a directory, where the last tag is noted: remove it")
             _restore(directory)
@@ -115,7 +111,7 @@ class Replacement:
             self.path.mkdir()
             self._begun = True
         except OSError as error:
-            raise storage_error(error, Path(error.filename or directory)) from error
+            raise _storage_error(error, Path(error.filename or directory)) from error
 
     def publish(self) -> None:
         """Have the new checkpoint be there; what it is made of must be on the drive.
@@ -164,7 +160,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        raise storage_error(error, path) from error
+        raise _storage_error(error, path) from error
 
 
 def restore_interrupted(directory: Path) -> set[str]:
@@ -280,6 +276,21 @@ def make_directory(path: Path) -> None:
 
 
 @contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Make a directory to save in, unless it is there, and hold its lock.
+
+    Raises:
+        CheckpointError: another process is saving in it, or it is something else.
+        OSError: it cannot be made.
+    """
+    make_directory(directory)
+    with locked(directory) as alone:
+        if not alone:
+            raise CheckpointError(f"{directory}: another process is saving a checkpoint here; wait for it to finish")
+        yield
+
+
+@contextmanager
 def locked(directory: Path) -> Iterator[bool]:
     """Hold the directory's lock; False if another process has it. Where a filesystem has no locks, all go ahead."""
     descriptor, owner = os.open(directory, os.O_RDONLY | os.O_DIRECTORY), os.getpid()
@@ -300,7 +311,7 @@ def locked(directory: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def storage_error(error: OSError, path: Path) -> StorageError:
+def _storage_error(error: OSError, path: Path) -> StorageError:
     """An error of writing, with what to do about it."""
     code = error.errno or errno.EIO
     hint = "; free some space or save elsewhere" if code in (errno.ENOSPC, errno.EDQUOT) else ""

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.blocks import Staging
-from infinity.checkpoint.directory import locked, make_directory, storage_error
+from infinity.checkpoint.directory import exclusive, make_directory, writing
 from infinity.checkpoint.extra import persistent_buffers, tied_names
 from infinity.checkpoint.files import discard, is_file_name, write_file
 from infinity.checkpoint.pretrained import INDEX, WEIGHTS
 from infinity.checkpoint.publish import new_stem, publish
 from infinity.checkpoint.tensors import TensorFile, read_header
 from infinity.config import parse_size
-from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
+from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.io.directory import sync_directory
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import has_numbers
@@ -175,21 +175,13 @@ def _pickle(path: Path, tied: Mapping[str, str]) -> None:
 def _unfinished(directory: Path) -> Iterator[Path]:
     """A directory for files on their way into `directory`, which nobody else writes an export to meanwhile."""
     unfinished = directory / _UNFINISHED
-    try:
-        make_directory(directory)
-        with locked(directory) as alone:
-            if not alone:
-                raise CheckpointError(f"{directory}: another process is saving here; wait for it to finish")
-            discard(unfinished)
-            unfinished.mkdir()
-            try:
-                yield unfinished
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise storage_error(error, directory) from error
+    with writing(directory), exclusive(directory):
+        discard(unfinished)
+        unfinished.mkdir()
+        try:
+            yield unfinished
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from infinity.checkpoint.directory import NO_LOCKS, locked, make_directory, storage_error
+from infinity.checkpoint.directory import NO_LOCKS, exclusive, writing
 from infinity.checkpoint.files import brief, parse_json
 from infinity.checkpoint.identity import model_identity
 from infinity.errors import CheckpointError
@@ -45,7 +45,8 @@ class Run:
         self.id = uuid.uuid4().hex
         self.model = model_identity(model)
         self._locks: dict[Path, int | None] = {}  # descriptors; None where there are no locks
-        self._release = weakref.finalize(self, _release, self._locks, os.getpid())
+        self._owner = os.getpid()
+        weakref.finalize(self, _release, self._locks, self._owner)
 
     def claim(self, directory: Path) -> None:
         """Keep other runs from saving in a directory, which is made if it is not there.
@@ -57,22 +58,12 @@ class Run:
         path = directory.absolute()
         if path in self._locks:
             return
-        try:
-            make_directory(path)
-            with locked(path) as alone:
-                if not alone:
-                    raise CheckpointError(f"{path}: another process is saving a checkpoint here; wait for it to finish")
-                self._locks[path] = _lock(path / LOCK, self.id)
-        except OSError as error:
-            raise storage_error(error, path) from error
+        with writing(path), exclusive(path):
+            self._locks[path] = _lock(path / LOCK, self.id)
 
     def unclaim(self) -> None:
         """Let other runs save where this one did so far."""
-        _release(self._locks, os.getpid())
-
-    def close(self) -> None:
-        """Let other runs save where this one did."""
-        self._release()
+        _release(self._locks, self._owner)
 
 
 def _lock(path: Path, run: str) -> int | None:

@@ -228,10 +228,6 @@ class Session:
         """See `Engine.wait_checkpoint`."""
         self._begin("wait_checkpoint")
 
-    def close(self) -> None:
-        """Other runs may save where this one did."""
-        self._run.close()
-
     @property
     def in_worker(self) -> bool:
         """This thread is the one that commits steps."""

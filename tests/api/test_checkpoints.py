@@ -345,7 +345,7 @@ def test_the_lock_of_a_process_lasts_as_long_as_the_process(fate, tmp_path) -> N
             run.claim(tmp_path)
             assert json.loads((tmp_path / LOCK).read_text())["run"] == run.id
     finally:
-        run.close()
+        run.unclaim()
         process.kill()
         os.kill(worker, signal.SIGKILL)
         process.communicate()
@@ -356,14 +356,14 @@ def test_a_child_that_ends_does_not_unlock_what_its_parent_holds(tmp_path) -> No
     run.claim(tmp_path)
     child = os.fork()
     if child == 0:
-        run.close()
+        run.unclaim()
         os._exit(0)
     os.waitpid(child, 0)
     with pytest.raises(infinity.CheckpointError, match="another run saves its checkpoints here"):
         other.claim(tmp_path)
-    run.close()
+    run.unclaim()
     other.claim(tmp_path)
-    other.close()
+    other.unclaim()
 
 
 def test_an_engine_that_is_dropped_lets_its_directory_go(tmp_path) -> None:
@@ -372,7 +372,7 @@ def test_an_engine_that_is_dropped_lets_its_directory_go(tmp_path) -> None:
     del run
     other = Run(nn.Linear(1, 1))
     other.claim(tmp_path)
-    other.close()
+    other.unclaim()
 
 
 @pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK])

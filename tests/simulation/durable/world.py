@@ -343,7 +343,7 @@ class Trainer:
             atexit.unregister(self.session.commits._stop)
         with suppress(InfinityError):
             self.session.give_up_saving()
-        self.session.close()
+        self.session.unclaim()
         self.swap.close()
 
 
