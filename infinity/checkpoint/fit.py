@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from infinity.checkpoint.codes import Codes, check_codes
 from infinity.checkpoint.format import Manifest, frozen_params, trained_params
 from infinity.checkpoint.identity import first_difference
 from infinity.checkpoint.runs import Run
@@ -19,6 +20,7 @@ def check_fit(
     manifest: Manifest,
     runtime: Runtime,
     run: Run,
+    codes: Codes,
     *,
     moments: bool,
     strict_model: bool,
@@ -27,9 +29,10 @@ def check_fit(
     """See that its tensors are those of this model.
 
     Args:
+        codes: the model's own.
         moments: its moments will be loaded, too.
         strict_model: refuse what another model of the same parameters saved.
-        all_weights: refuse one without values for some frozen parameters.
+        all_weights: refuse one without values for some frozen parameters or codes.
 
     Raises:
         CheckpointError: the first thing that differs.
@@ -38,6 +41,7 @@ def check_fit(
     _check_model(path, manifest, run, strict=strict_model)
     if moments:
         _check_moments(path, manifest, runtime)
+    check_codes(path, manifest, codes, all_of_them=all_weights)
 
 
 def _check_model(path: Path, manifest: Manifest, run: Run, *, strict: bool) -> None:

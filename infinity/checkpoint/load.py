@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.checkpoint.codes import Codes, check_codes, load_codes
+from infinity.checkpoint.codes import Codes, load_codes
 from infinity.checkpoint.conversion import moments_of
 from infinity.checkpoint.directory import resolve_replaced
 from infinity.checkpoint.extra import read_extra
@@ -93,7 +94,9 @@ def open_checkpoint(
                 raise next(iter(damaged.values()))
             return None
         path, manifest = directory / found.tag, parse_manifest(directory / found.tag, found.manifest)
-        _check_fit_once(path, manifest, runtime, run, codes, moments, strict_model, all_weights)
+        how = {"moments": moments, "strict_model": strict_model, "all_weights": all_weights}
+        # The ranks have one model and one manifest, so one of them looks.
+        ranks.on_rank_0(partial(check_fit, path, manifest, runtime, run, codes, **how))
         try:
             loaded = _verify(path, found, manifest, runtime, moments=moments)
         except CheckpointError as error:
@@ -103,25 +106,6 @@ def open_checkpoint(
             continue
         ranks.each(lambda: check(path, loaded.extra), "loading: what came with the tensors")  # noqa: B023 (called now)
         return loaded
-
-
-def _check_fit_once(
-    path: Path,
-    manifest: Manifest,
-    runtime: Runtime,
-    run: Run,
-    codes: Codes,
-    moments: bool,
-    strict_model: bool,
-    all_weights: bool,
-) -> None:
-    """The ranks have one model and one manifest, so one of them looks."""
-
-    def look() -> None:
-        check_fit(path, manifest, runtime, run, moments=moments, strict_model=strict_model, all_weights=all_weights)
-        check_codes(path, manifest, codes, all_of_them=all_weights)
-
-    runtime.ranks.on_rank_0(look)
 
 
 def _verify(path: Path, found: Found, manifest: Manifest, runtime: Runtime, *, moments: bool) -> Loaded:
