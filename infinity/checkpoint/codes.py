@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.blocks import Staging
-from infinity.checkpoint.format import CODE_FIELD, Manifest, code_params
+from infinity.checkpoint.format import CODE_FIELD, Manifest
 from infinity.checkpoint.shards import Specs
 from infinity.checkpoint.stored import StoredReader, StoredTensor, write_whole
 from infinity.checkpoint.sums import crc32
@@ -71,7 +71,7 @@ def check_codes(path: Path, manifest: Manifest, values: Codes, *, all_of_them: b
     Raises:
         CheckpointError: the first one that differs.
     """
-    saved = code_params(manifest.tensors)
+    saved = manifest.stored(CODE_FIELD)
     for name in saved.keys() - values.keys():
         raise CheckpointError(
             f"{path} has a parameter {name} of {saved[name].torch_dtype}, which the model does not have"
@@ -101,8 +101,8 @@ def load_codes(reader: StoredReader, manifest: Manifest, values: Codes) -> None:
     Raises:
         CheckpointError: a file has changed since it was checked, or cannot be read any more.
     """
-    for name, stored in code_params(manifest.tensors).items():
-        values[name].copy_(reader.read(f"{CODE_FIELD}.{name}", 0, stored.numel).view(stored.shape))
+    for name in manifest.stored(CODE_FIELD):
+        values[name].copy_(reader.whole(f"{CODE_FIELD}.{name}"))
 
 
 class CodeSums:

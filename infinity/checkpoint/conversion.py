@@ -21,12 +21,10 @@ from infinity.checkpoint.format import (
     EXTRA,
     FROZEN_FIELD,
     MANIFEST,
-    MASTER,
+    MASTER_FIELD,
     Manifest,
     check_replaceable,
-    code_params,
     read_manifest,
-    trained_params,
 )
 from infinity.checkpoint.shards import part_shape, tensors_of
 from infinity.checkpoint.stored import StoredReader, StoredTensor, check_files
@@ -142,13 +140,8 @@ def checkpoint_at(source: Path, tag: str | None = None) -> Path:
 
 def _codes_again(directory: Path, manifest: Manifest, reader: StoredReader) -> dict[str, StoredTensor]:
     """Codes are the same in every format, and whole for all ranks."""
-    stored = code_params(manifest.tensors)
-    specs = {name: (tensor.torch_dtype, tensor.shape) for name, tensor in stored.items()}
-
-    def value(name: str) -> torch.Tensor:
-        return reader.read(f"{CODE_FIELD}.{name}", 0, stored[name].numel)
-
-    return write_codes(directory, specs, value, lambda: None)
+    specs = {name: (tensor.torch_dtype, tensor.shape) for name, tensor in manifest.stored(CODE_FIELD).items()}
+    return write_codes(directory, specs, lambda name: reader.whole(f"{CODE_FIELD}.{name}"), lambda: None)
 
 
 def _whole(tensor: StoredTensor) -> str:
@@ -173,9 +166,9 @@ class _Conversion:
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for key, tensor in source.tensors.items():
             kind, _, name = key.partition(".")
-            if kind in (MASTER.name, FROZEN_FIELD):
+            if kind in (MASTER_FIELD, FROZEN_FIELD):
                 shapes.setdefault(_whole(tensor), {})[name] = tensor.shape
-        trained = dict.fromkeys(trained_params(source.tensors), 0)
+        trained = dict.fromkeys(source.stored(MASTER_FIELD), 0)
         align = Alignment.of(self._layout).for_ranks(self._ranks)
         return [
             lay_out_unit(index, name, of_unit, trained, align, persistent=False)
@@ -225,6 +218,6 @@ class _Conversion:
             key = f"{FROZEN_FIELD}.{name}"
             file.write(key, reader.read(key, start, stop - start).to(self._layout.param_dtype))
             return
-        file.write(f"{MASTER.name}.{name}", reader.read(f"{MASTER.name}.{name}", start, stop - start))
+        file.write(f"{MASTER_FIELD}.{name}", reader.read(f"{MASTER_FIELD}.{name}", start, stop - start))
         for field, moment in moments_of(reader, self._source.layout, self._layout, name, start, stop).items():
             file.write(f"{field}.{name}", moment)

@@ -41,16 +41,7 @@ from infinity.checkpoint.conversion import Progress, checkpoint_at
 from infinity.checkpoint.directory import check_tag, make_directory, writing
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.files import is_file_name, open_plain, read_plain
-from infinity.checkpoint.format import (
-    CODE_FIELD,
-    EXTRA,
-    FROZEN_FIELD,
-    MASTER,
-    Manifest,
-    code_params,
-    frozen_params,
-    trained_params,
-)
+from infinity.checkpoint.format import CODE_FIELD, EXTRA, FROZEN_FIELD, MASTER_FIELD, Manifest
 from infinity.checkpoint.imported import Foreign, ForeignParam, named_as_damaged, plain_extra, write_imported
 from infinity.checkpoint.inspection import verify
 from infinity.checkpoint.pickles import check_sums, stranger
@@ -118,19 +109,16 @@ class _Content:
         notes = {"counters": dict(manifest.counters), "buffers": sorted(extra["buffers"])}
         self._values[_NOTES] = _bytes_of(json.dumps(notes).encode())
         self._values[_EXTRA] = _bytes_of(stored)
-        for name in frozen_params(manifest.tensors):
-            self._stored[f"model.{name}"] = f"{FROZEN_FIELD}.{name}"
-        for name in code_params(manifest.tensors):
-            self._stored[f"model.{name}"] = f"{CODE_FIELD}.{name}"
-        for name in trained_params(manifest.tensors):
-            self._stored[f"model.{name}"] = f"{MASTER.name}.{name}"
+        for kind in (FROZEN_FIELD, CODE_FIELD, MASTER_FIELD):
+            self._stored |= {f"model.{name}": f"{kind}.{name}" for name in manifest.stored(kind)}
+        for name in manifest.stored(MASTER_FIELD):
             for field in manifest.layout.moment_fields:
                 self._stored[f"optim.state.{name}.{field.name}"] = f"{field.name}.{name}"
             self._values[f"optim.state.{name}.{_STEP}"] = torch.tensor(float(manifest.steps.get(name, 0)), device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
         """By key; values that lie in files are on the meta device."""
-        names = list(trained_params(self._manifest.tensors))
+        names = list(self._manifest.stored(MASTER_FIELD))
         members = names if len(self._groups) == 1 else []  # of several groups nobody has noted who is in which
         groups = [dict(group) | {"params": members} for group in self._groups]
         in_files = {
@@ -142,10 +130,7 @@ class _Content:
     def value(self, key: str) -> torch.Tensor | None:
         """A tensor that lies in files; None for anything else."""
         stored = self._stored.get(key)
-        if stored is None:
-            return None
-        tensor = self._manifest.tensors[stored]
-        return self._reader.read(stored, 0, tensor.numel).view(tensor.shape)
+        return None if stored is None else self._reader.whole(stored)
 
 
 class _SavePlanner(DefaultSavePlanner):

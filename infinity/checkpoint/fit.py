@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from infinity.checkpoint.codes import Codes, check_codes
-from infinity.checkpoint.format import Manifest, frozen_params, trained_params
+from infinity.checkpoint.format import FROZEN_FIELD, MASTER_FIELD, Manifest
 from infinity.checkpoint.identity import first_difference
 from infinity.checkpoint.runs import Run
 from infinity.errors import CheckpointError
@@ -67,7 +67,7 @@ def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
         )
     infos = [info for unit in runtime.partition.units for info in unit.params]
     trained = {info.name for info in infos if info.trainable}
-    saved = trained_params(manifest.tensors).keys()
+    saved = manifest.stored(MASTER_FIELD).keys()
     for name in sorted(saved - trained):
         raise CheckpointError(
             f"{name} is frozen, but in {path} it was trained: load with load_module_only=True to take the weights alone"
@@ -86,14 +86,14 @@ def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
 
 def _check_weights(path: Path, manifest: Manifest, runtime: Runtime, *, all_of_them: bool) -> None:
     """Every parameter of the model is there, in its shape, and none beside them."""
-    saved = trained_params(manifest.tensors) | frozen_params(manifest.tensors)
+    saved = manifest.stored(MASTER_FIELD) | manifest.stored(FROZEN_FIELD)
     infos = [info for unit in runtime.partition.units for info in unit.params]
     kept = []
     for info in infos:
         name, shape = info.name, info.shape
         if name in saved:
-            if saved[name] != shape:
-                raise CheckpointError(f"{path} has {name} in shape {saved[name]}; the model has {shape}")
+            if saved[name].shape != shape:
+                raise CheckpointError(f"{path} has {name} in shape {saved[name].shape}; the model has {shape}")
         elif info.trainable or all_of_them:
             hint = "" if info.trainable else ", or was saved without frozen ones (load_module_strict=False keeps those)"
             raise CheckpointError(f"{path} has no parameter {name}: it is of another model{hint}")

@@ -30,7 +30,7 @@ VERSION = 3
 _READ = (2, 3)  # in 2 a tensor is whole in one file, and has one checksum
 MANIFEST = "manifest.json"
 EXTRA = "extra.pt"
-MASTER = StateField("master", torch.float32)
+MASTER_FIELD = "master"
 FROZEN_FIELD = "param"
 CODE_FIELD = "code"
 
@@ -72,6 +72,11 @@ class Manifest:
     def layout(self) -> StateLayout:
         """How the moments are kept."""
         return layout_with_moments(self.state_format, *self.moments)
+
+    def stored(self, field: str) -> dict[str, StoredTensor]:
+        """The tensors of a field by parameter: of masters, of frozen parameters, or of codes."""
+        prefix = f"{field}."
+        return {key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
 
     @property
     def files(self) -> list[str]:
@@ -115,30 +120,12 @@ def _tensor_record(tensor: StoredTensor) -> dict[str, Any]:
 
 def stored_fields(layout: StateLayout) -> tuple[StateField, ...]:
     """The tensors of a trainable parameter: the master whole, and the moments as the format keeps them."""
-    return (MASTER, *layout.moment_fields)
+    return (StateField(MASTER_FIELD, torch.float32), *layout.moment_fields)
 
 
 def stored_shape(field: StateField, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the tensor of `field` for a parameter of this shape; scales of blocks are flat."""
     return shape if field.block == 1 else (field.length(torch.Size(shape).numel()),)
-
-
-def trained_params(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """Shape of every trained parameter, by name."""
-    prefix = f"{MASTER.name}."
-    return {key.removeprefix(prefix): entry.shape for key, entry in tensors.items() if key.startswith(prefix)}
-
-
-def frozen_params(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """Shape of every frozen parameter, by name."""
-    prefix = f"{FROZEN_FIELD}."
-    return {key.removeprefix(prefix): entry.shape for key, entry in tensors.items() if key.startswith(prefix)}
-
-
-def code_params(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Every parameter that is integers or other codes, by name."""
-    prefix = f"{CODE_FIELD}."
-    return {key.removeprefix(prefix): entry for key, entry in tensors.items() if key.startswith(prefix)}
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -242,10 +229,10 @@ def _check_complete(manifest: Manifest) -> None:
     except ConfigError as error:
         raise ValueError(str(error)) from error
     left = {key for key in manifest.tensors if not key.startswith((f"{FROZEN_FIELD}.", f"{CODE_FIELD}."))}
-    for name, shape in trained_params(manifest.tensors).items():
+    for name, master in manifest.stored(MASTER_FIELD).items():
         for field in fields:
             entry = manifest.tensors.get(f"{field.name}.{name}")
-            expected = stored_shape(field, shape)
+            expected = stored_shape(field, master.shape)
             if entry is None or entry.torch_dtype != field.dtype or entry.shape != expected:
                 raise ValueError(f"format {manifest.state_format} needs {field.name}.{name}, {field.dtype} {expected}")
             left.remove(f"{field.name}.{name}")

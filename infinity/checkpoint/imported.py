@@ -17,7 +17,15 @@ from infinity.checkpoint.blocks import Staging
 from infinity.checkpoint.conversion import Progress
 from infinity.checkpoint.directory import replacing
 from infinity.checkpoint.files import write_file
-from infinity.checkpoint.format import CODE_FIELD, EXTRA, FROZEN_FIELD, MANIFEST, MASTER, Manifest, check_replaceable
+from infinity.checkpoint.format import (
+    CODE_FIELD,
+    EXTRA,
+    FROZEN_FIELD,
+    MANIFEST,
+    MASTER_FIELD,
+    Manifest,
+    check_replaceable,
+)
 from infinity.checkpoint.pickles import elements
 from infinity.checkpoint.save import serialise
 from infinity.checkpoint.stored import StoredTensor, write_whole
@@ -82,7 +90,7 @@ class ForeignParam:
     values: Values
     moments: Mapping[str, Values] | None = None
     step: int = 0
-    dtype: torch.dtype = MASTER.dtype
+    dtype: torch.dtype = torch.float32
 
     @property
     def numel(self) -> int:
@@ -94,7 +102,7 @@ class ForeignParam:
             return {f"{CODE_FIELD}.{self.name}": self.values}
         if self.moments is None:
             return {f"{FROZEN_FIELD}.{self.name}": self.values}
-        return {f"{MASTER.name}.{self.name}": self.values} | {
+        return {f"{MASTER_FIELD}.{self.name}": self.values} | {
             f"{moment}.{self.name}": values for moment, values in self.moments.items()
         }
 
@@ -193,7 +201,7 @@ def _files(params: Sequence[ForeignParam]) -> list[list[ForeignParam]]:
     files: list[list[ForeignParam]] = []
     room = 0
     for param in params:
-        nbytes = param.numel * MASTER.dtype.itemsize * len(param.tensors())
+        nbytes = param.numel * torch.float32.itemsize * len(param.tensors())
         if not files or nbytes > room:
             files.append([])
             room = _FILE_BYTES

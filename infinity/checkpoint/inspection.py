@@ -19,12 +19,9 @@ from infinity.checkpoint.format import (
     EXTRA,
     FROZEN_FIELD,
     MANIFEST,
-    MASTER,
+    MASTER_FIELD,
     Manifest,
-    code_params,
-    frozen_params,
     read_manifest,
-    trained_params,
 )
 from infinity.checkpoint.stored import Progress, StoredReader, check_files
 from infinity.errors import CheckpointError
@@ -78,8 +75,8 @@ def inspect(source: Path, tag: str | None = None) -> Inspection:
         state_format=manifest.state_format,
         moments=manifest.moments,
         ranks=manifest.ranks,
-        trained_parameters=_elements(trained_params(manifest.tensors)),
-        frozen_parameters=_elements(frozen_params(manifest.tensors)),
+        trained_parameters=_elements(manifest, MASTER_FIELD),
+        frozen_parameters=_elements(manifest, FROZEN_FIELD),
         tensors=len(manifest.tensors),
         files=len(manifest.files),
         nbytes=manifest.nbytes,
@@ -125,11 +122,7 @@ def trained_values(source: Path, tag: str | None = None) -> dict[str, torch.Tens
     path = checkpoint_at(source, tag)
     manifest = verify(source, tag)
     with StoredReader(path, manifest.tensors) as reader:
-        found = {}
-        for name in trained_params(manifest.tensors):
-            stored = manifest.tensors[f"{MASTER.name}.{name}"]
-            found[name] = reader.read(f"{MASTER.name}.{name}", 0, stored.numel).view(stored.shape)
-        return found
+        return {name: reader.whole(f"{MASTER_FIELD}.{name}") for name in manifest.stored(MASTER_FIELD)}
 
 
 def export_weights(
@@ -155,9 +148,8 @@ def export_weights(
     path = checkpoint_at(source, tag)
     manifest = verify(source, tag)
     buffers: dict[str, torch.Tensor] = read_extra(path, manifest)["buffers"]
-    coded = code_params(manifest.tensors)
-    keys = {name: f"{MASTER.name}.{name}" for name in trained_params(manifest.tensors)}
-    keys |= {name: f"{FROZEN_FIELD}.{name}" for name in frozen_params(manifest.tensors)}
+    coded = manifest.stored(CODE_FIELD)
+    keys = {name: f"{field}.{name}" for field in (MASTER_FIELD, FROZEN_FIELD) for name in manifest.stored(field)}
     if not keys:
         raise CheckpointError(f"{path} has no weights")
     if model is not None:
@@ -173,7 +165,7 @@ def export_weights(
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         with StoredReader(path, manifest.tensors) as reader:
             for name, key in keys.items():
-                yield name, reader.read(key, 0, manifest.tensors[key].numel)
+                yield name, reader.whole(key)
         yield from buffers.items()
 
     write_model(target, model or nn.Module(), values(), specs, dtype=dtype, shard_bytes=_SHARD_BYTES)
@@ -190,5 +182,5 @@ def _check_names(path: Path, stored: Collection[str], model: nn.Module) -> None:
         raise CheckpointError(f"{path} is the checkpoint of another model ({len(problems)} differences): {problems[0]}")
 
 
-def _elements(shapes: dict[str, tuple[int, ...]]) -> int:
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
+def _elements(manifest: Manifest, field: str) -> int:
+    return sum(tensor.numel for tensor in manifest.stored(field).values())

@@ -19,13 +19,10 @@ from infinity.checkpoint.fit import check_fit
 from infinity.checkpoint.format import (
     CODE_FIELD,
     FROZEN_FIELD,
-    MASTER,
+    MASTER_FIELD,
     Manifest,
-    code_params,
-    frozen_params,
     parse_manifest,
     read_manifest_bytes,
-    trained_params,
 )
 from infinity.checkpoint.runs import Run
 from infinity.checkpoint.stored import StoredReader, StoredTensor, check_files, check_slices
@@ -144,7 +141,7 @@ def _check_own(path: Path, manifest: Manifest, runtime: Runtime, *, moments: boo
         for part in runtime.partition.parts(unit)
         for slice_ in _slices(part, manifest, moments=moments)
     ]
-    slices += [(f"{CODE_FIELD}.{name}", 0, stored.numel) for name, stored in code_params(manifest.tensors).items()]
+    slices += [(f"{CODE_FIELD}.{name}", 0, stored.numel) for name, stored in manifest.stored(CODE_FIELD).items()]
     threads = _CHECK_THREADS // ranks.neighbours
     check_slices(path, manifest.tensors, slices, threads=threads, progress=lambda nbytes: ranks.progress())
     return manifest.tensors
@@ -153,10 +150,10 @@ def _check_own(path: Path, manifest: Manifest, runtime: Runtime, *, moments: boo
 def _slices(part: ParamPart, manifest: Manifest, *, moments: bool) -> Iterator[tuple[str, int, int]]:
     """Key, first element and elements of what is read for a part of a parameter."""
     name, start, stop = part.info.name, part.param.start, part.param.stop
-    for key in (f"{MASTER.name}.{name}", f"{FROZEN_FIELD}.{name}"):
+    for key in (f"{MASTER_FIELD}.{name}", f"{FROZEN_FIELD}.{name}"):
         if key in manifest.tensors:
             yield key, start, stop - start
-    if moments and part.info.trainable and f"{MASTER.name}.{name}" in manifest.tensors:
+    if moments and part.info.trainable and f"{MASTER_FIELD}.{name}" in manifest.tensors:
         fields = manifest.layout.moment_fields
         begin = min((start // field.block * field.block for field in fields), default=start)
         for field in fields:
@@ -176,12 +173,15 @@ def load_tensors(loaded: Loaded, runtime: Runtime, codes: Codes, *, moments: boo
             have changed then, and others not.
     """
 
+    manifest = loaded.manifest
+
     def load() -> None:
         with StoredReader(loaded.path, loaded.tensors) as reader:
-            source = _Source.of(reader, loaded.manifest, moments=moments)
+            trained, frozen = manifest.stored(MASTER_FIELD).keys(), manifest.stored(FROZEN_FIELD).keys()
+            source = _Source(reader, trained, frozen, manifest.layout if moments else None)
             for unit in runtime.partition.units:
                 _load_unit(unit, source, runtime)
-            load_codes(reader, loaded.manifest, codes)
+            load_codes(reader, manifest, codes)
 
     try:
         runtime.ranks.each(load, "loading: the tensors")
@@ -206,18 +206,13 @@ class _Source:
     frozen: Set[str]
     moments: StateLayout | None
 
-    @staticmethod
-    def of(reader: StoredReader, manifest: Manifest, *, moments: bool) -> _Source:
-        trained, frozen = set(trained_params(manifest.tensors)), set(frozen_params(manifest.tensors))
-        return _Source(reader, trained, frozen, manifest.layout if moments else None)
-
     def has(self, part: ParamPart) -> bool:
         """There are values; those of frozen parameters may have been left out."""
         return part.info.name in self.trained or part.info.name in self.frozen
 
     def weights(self, part: ParamPart) -> torch.Tensor:
         """A part of a parameter: of its master, or of its values if it was frozen."""
-        field = MASTER.name if part.info.name in self.trained else FROZEN_FIELD
+        field = MASTER_FIELD if part.info.name in self.trained else FROZEN_FIELD
         return self.reader.read(f"{field}.{part.info.name}", part.offset, part.stop - part.start)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from infinity.checkpoint.blocks import Staging
-from infinity.checkpoint.format import FROZEN_FIELD, MASTER, stored_fields, stored_shape
+from infinity.checkpoint.format import FROZEN_FIELD, MASTER_FIELD, stored_fields, stored_shape
 from infinity.checkpoint.stored import StoredTensor
 from infinity.checkpoint.tensors import DTYPE_NAMES, TensorFile, TensorPart
 from infinity.optim.formats import read_master
@@ -164,7 +164,7 @@ class Shard:
             file.write(f"{FROZEN_FIELD}.{name}", flat[low:high])
             return
         states = layout.narrow(fields, low, high)
-        file.write(f"{MASTER.name}.{name}", read_master(layout, flat[low:high], states))
+        file.write(f"{MASTER_FIELD}.{name}", read_master(layout, flat[low:high], states))
         for field in layout.moment_fields:
             file.write(f"{field.name}.{name}", states[field.name])
 

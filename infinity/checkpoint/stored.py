@@ -129,6 +129,11 @@ class StoredReader:
             return slices[0]
         return torch.cat(slices) if slices else torch.empty(0, dtype=tensor.torch_dtype, device="cpu")
 
+    def whole(self, key: str) -> torch.Tensor:
+        """A tensor in its shape; raises as `read`."""
+        tensor = self._tensors[key]
+        return self.read(key, 0, tensor.numel).view(tensor.shape)
+
     def check(self, key: str, start: int, numel: int) -> int:
         """Read elements `[start, start + numel)` of a tensor, and let them go; returns the bytes that they are.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.checkpoint.directory import latest_tag
 from infinity.checkpoint.extra import read_extra, tied_names
-from infinity.checkpoint.format import FROZEN_FIELD, MASTER, frozen_params, read_manifest, trained_params
+from infinity.checkpoint.format import FROZEN_FIELD, MASTER_FIELD, read_manifest
 from infinity.checkpoint.stored import StoredReader, check_files
 from infinity.config import parse_size
 from infinity.errors import CheckpointError, ConfigError
@@ -42,11 +42,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     manifest = read_manifest(path)
     state: dict[str, torch.Tensor] = {}
     with StoredReader(path, check_files(path, manifest.tensors)) as reader:
-        wanted = {name: (MASTER.name, shape) for name, shape in trained_params(manifest.tensors).items()}
-        if not exclude_frozen_parameters:
-            wanted |= {name: (FROZEN_FIELD, shape) for name, shape in frozen_params(manifest.tensors).items()}
-        for name, (field, shape) in wanted.items():
-            state[name] = reader.read(f"{field}.{name}", 0, torch.Size(shape).numel()).float().view(shape)
+        for field in (MASTER_FIELD,) if exclude_frozen_parameters else (MASTER_FIELD, FROZEN_FIELD):
+            state |= {name: reader.whole(f"{field}.{name}").float() for name in manifest.stored(field)}
     extra = read_extra(path, manifest)
     state |= extra["buffers"]
     names = extra.get("tied")  # not in checkpoints of before
