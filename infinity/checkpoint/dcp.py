@@ -42,7 +42,15 @@ from infinity.checkpoint.directory import check_tag, make_directory, writing
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.files import is_file_name, open_plain, read_plain
 from infinity.checkpoint.format import CODE_FIELD, EXTRA, FROZEN_FIELD, MASTER_FIELD, Manifest
-from infinity.checkpoint.imported import Foreign, ForeignParam, named_as_damaged, plain_extra, write_imported
+from infinity.checkpoint.imported import (
+    KINDS,
+    Foreign,
+    ForeignParam,
+    named_as_damaged,
+    plain_extra,
+    unknown_kind,
+    write_imported,
+)
 from infinity.checkpoint.inspection import verify
 from infinity.checkpoint.pickles import check_sums, stranger
 from infinity.checkpoint.stored import StoredReader
@@ -55,12 +63,6 @@ _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 _EXTRA = "infinity.extra"
 _NOTES = "infinity.notes"
 _STEP = "step"
-_KINDS: dict[frozenset[str], tuple[str | None, str | None]] = {
-    frozenset({"exp_avg", "exp_avg_sq"}): ("exp_avg", "exp_avg_sq"),
-    frozenset({"exp_avg"}): ("exp_avg", None),
-    frozenset({"sum"}): (None, "sum"),
-    frozenset({"momentum_buffer"}): ("momentum_buffer", None),
-}
 _CORRECTED = frozenset({"exp_avg_sq", "sum"})  # moments that mean nothing without the number of updates
 _STATE = re.compile(r"(?P<prefix>(?:.*?\.)?state\.)(?P<name>.+)\.(?P<field>\w+)")
 
@@ -410,19 +412,15 @@ class _Incoming:
         prefix, states = self._states()
         before = self._model_prefix(set(states), prefix)
         kinds = {frozenset(fields - {_STEP}) for fields in states.values()}
-        if len(kinds) != 1 or next(iter(kinds)) not in _KINDS:
-            named = "; ".join(", ".join(sorted(fields)) for fields in kinds) or "none"
-            raise CheckpointError(
-                f"{self._path / METADATA} has optimizer states of a kind that the engine has no counterpart of "
-                f"({named}): it trains with Adam, AdamW, Adagrad, Lion and SGD"
-            )
+        if len(kinds) != 1 or next(iter(kinds)) not in KINDS:
+            raise unknown_kind(self._path / METADATA, kinds)
         notes = json.loads(bytes(self.tensor(_NOTES).tolist())) if _NOTES in self._metadata else {}
         buffers = set(notes.get("buffers", ()))
         params = list(self._params(prefix, before, states, buffers))
         steps = max((param.step for param in params), default=0)
         counters = notes.get("counters") or {"global_steps": steps, "micro_steps": steps, "skipped_steps": 0}
         name = self._path.resolve().name if "counters" not in notes else f"global_step{counters['global_steps']}"
-        return Foreign(name, params, _KINDS[kinds.pop()], counters, self._extra(prefix))
+        return Foreign(name, params, KINDS[kinds.pop()], counters, self._extra(prefix))
 
     def _states(self) -> tuple[str, dict[str, set[str]]]:
         """What stands before parameters' names in the optimizer's keys, and the fields of each."""

@@ -21,32 +21,26 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.conversion import Progress
-from infinity.checkpoint.deepspeed_files import DeepSpeedFiles, deepspeed_at, read_files, states_of
+from infinity.checkpoint.deepspeed_files import DeepSpeedFiles, deepspeed_at, read_files
 from infinity.checkpoint.deepspeed_progress import counters_of, extra_of
 from infinity.checkpoint.files import brief
-from infinity.checkpoint.imported import Foreign, ForeignParam, Pieces, Values, Zeros, named_as_damaged, write_imported
+from infinity.checkpoint.imported import (
+    KINDS,
+    Foreign,
+    ForeignParam,
+    Pieces,
+    Values,
+    Zeros,
+    named_as_damaged,
+    unknown_kind,
+    write_imported,
+)
 from infinity.checkpoint.pickles import ForeignObject
 from infinity.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-# tensors of an optimizer's state: their names here
-_MOMENTS: dict[frozenset[str], dict[str, str]] = {
-    frozenset({"exp_avg", "exp_avg_sq"}): {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
-    frozenset({"exp_avg"}): {"exp_avg": "exp_avg"},
-    frozenset({"sum"}): {"sum": "sum"},
-    frozenset({"exp_avg_sq"}): {"exp_avg_sq": "sum"},  # DeepSpeed's own Adagrad
-    frozenset({"momentum_buffer"}): {"momentum_buffer": "momentum_buffer"},
-}
-# their names here: the signed one, and the one that is never negative
-_KINDS: dict[tuple[str, ...], tuple[str | None, str | None]] = {
-    ("exp_avg", "exp_avg_sq"): ("exp_avg", "exp_avg_sq"),
-    ("exp_avg",): ("exp_avg", None),
-    ("sum",): (None, "sum"),
-    ("momentum_buffer",): ("momentum_buffer", None),
-}
 
 
 def import_deepspeed(
@@ -150,29 +144,26 @@ def _moments(files: DeepSpeedFiles) -> _Moments:
         for of_rank in slots
         for slot in of_rank
     } - {frozenset()}
-    groups = _groups(files, 0)
+    groups = files.param_groups
     kept_by_sgd = any("momentum" in group and "dampening" in group for group in groups)
     if not found and kept_by_sgd:
         found = {frozenset({"momentum_buffer"})}
     if not found and any("betas" in group for group in groups) and not files.models[0].get("global_steps"):
         found = {frozenset({"exp_avg", "exp_avg_sq"})}  # before the first update
     unknown = frozenset({"momentum_buffer"}) in found and not kept_by_sgd  # Muon's
-    if len(found) != 1 or next(iter(found)) not in _MOMENTS or unknown:
-        kinds = "; ".join(", ".join(sorted(keys)) for keys in found) or "none"
-        raise CheckpointError(
-            f"{files.path} has optimizer states of a kind that the engine has no counterpart of ({kinds}): it trains "
-            "with Adam, AdamW, Adagrad, Lion and SGD"
-        )
-    there = _MOMENTS[found.pop()]
-    here = tuple(there.values())
-    return _Moments({name: key for key, name in there.items()}, _KINDS[here], slots, _steps(files, slots))
+    renamed = {"exp_avg_sq": "sum"} if found == {frozenset({"exp_avg_sq"})} else {}  # DeepSpeed's own Adagrad
+    names = {renamed.get(key, key): key for keys in found for key in sorted(keys)}
+    kind = KINDS.get(frozenset(names))
+    if len(found) != 1 or kind is None or unknown:
+        raise unknown_kind(files.path, found)
+    return _Moments(names, kind, slots, _steps(files, slots))
 
 
 def _steps(files: DeepSpeedFiles, slots: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[int, ...]:
     """Updates that each flat tensor has had."""
-    model, groups = files.models[0], _groups(files, 0)
+    model, groups = files.models[0], files.param_groups or [{}]
     made = max(0, int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0))
-    shared = states_of(files.optimizers[0], files.path).get("base_optimizer_state_step")
+    shared = files.states(0).get("base_optimizer_state_step")
     steps = []
     for index, slot in enumerate(slots[0]):
         step = slot.get("step", shared)
@@ -186,30 +177,18 @@ def _steps(files: DeepSpeedFiles, slots: Sequence[Sequence[Mapping[str, Any]]]) 
 
 def _slots(files: DeepSpeedFiles, rank: int, count: int) -> tuple[Mapping[str, Any], ...]:
     """The state of each flat tensor of a rank."""
-    states = states_of(files.optimizers[rank], files.path)
-    base = states.get("optimizer_state_dict" if files.slices else "base_optimizer_state")
+    base = files.base_states(rank)
     if not isinstance(base, Mapping):
         how = "by elastic_checkpoint: switch that off, and save it again" if isinstance(base, list) else "without them"
         raise CheckpointError(f"{files.path} has no optimizer states of rank {rank}: it was saved {how}")
-    found = base.get("state", {})
-    return tuple(_slot(found.get(index, {})) for index in range(count))
-
-
-def _slot(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _groups(files: DeepSpeedFiles, rank: int) -> list[Mapping[str, Any]]:
-    states = states_of(files.optimizers[rank], files.path)
-    base = states.get("optimizer_state_dict" if files.slices else "base_optimizer_state")
-    groups = base.get("param_groups") if isinstance(base, Mapping) else None
-    return groups if isinstance(groups, list) and groups else [{}]
+    slots = [base.get("state", {}).get(index) for index in range(count)]
+    return tuple(slot if isinstance(slot, Mapping) else {} for slot in slots)
 
 
 def _flats(files: DeepSpeedFiles, rank: int) -> list[torch.Tensor]:
     """A rank's flat masters: a slice of each group or, at stage 3, its sub-groups."""
     key = "fp32_flat_groups" if files.slices else "single_partition_of_fp32_groups"
-    flats = states_of(files.optimizers[rank], files.path).get(key)
+    flats = files.states(rank).get(key)
     if not isinstance(flats, list) or not all(isinstance(flat, torch.Tensor) for flat in flats):
         raise CheckpointError(f"{files.path} has no `{key}` of rank {rank}: its masters were not saved")
     return [flat.reshape(-1) for flat in flats]
@@ -266,7 +245,7 @@ def _offsets(files: DeepSpeedFiles, group: int, shapes: Shapes, lengths: Sequenc
 
 def _saved_for(files: DeepSpeedFiles, rank: int, key: str, group: int) -> Any:
     """What a rank has noted of a group; None if this version of DeepSpeed does not."""
-    noted = states_of(files.optimizers[rank], files.path).get(key)
+    noted = files.states(rank).get(key)
     return noted[group] if isinstance(noted, list) and group < len(noted) else None
 
 

@@ -47,6 +47,21 @@ class DeepSpeedFiles:
         """Every parameter is cut into a slice for each rank; otherwise whole groups are."""
         return self.level == 3
 
+    def states(self, rank: int) -> Mapping[str, Any]:
+        """What the optimizer of a rank has saved; raises as `states_of`."""
+        return states_of(self.optimizers[rank], self.path)
+
+    def base_states(self, rank: int) -> Any:
+        """What the optimizer within ZeRO's has saved on a rank; None if it has saved nothing."""
+        return self.states(rank).get("optimizer_state_dict" if self.slices else "base_optimizer_state")
+
+    @property
+    def param_groups(self) -> list[Mapping[str, Any]]:
+        """The parameter groups of that one, as far as the checkpoint has them."""
+        base = self.base_states(0)
+        groups = base.get("param_groups") if isinstance(base, Mapping) else None
+        return groups if isinstance(groups, list) else []
+
 
 def is_deepspeed(path: Path) -> bool:
     """A directory has files of such a checkpoint."""

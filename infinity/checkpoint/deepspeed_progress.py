@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.deepspeed_files import DeepSpeedFiles, states_of
+from infinity.checkpoint.deepspeed_files import DeepSpeedFiles
 from infinity.checkpoint.imported import plain_extra
 from infinity.checkpoint.pickles import ForeignObject, stranger, whole
 from infinity.errors import CheckpointError, ConfigError
@@ -103,12 +103,9 @@ def _config(files: DeepSpeedFiles) -> Mapping[str, Any]:
 
 def _param_groups(files: DeepSpeedFiles) -> list[dict[str, Any]]:
     """The groups' hyper-parameters, as far as the checkpoint has them."""
-    states = states_of(files.optimizers[0], files.path)
-    base = states.get("optimizer_state_dict" if files.slices else "base_optimizer_state")
-    saved = base.get("param_groups") if isinstance(base, Mapping) else None
     configured = _decoupled(_config(files))
     groups = []
-    for group in saved or []:
+    for group in files.param_groups:
         found = {key: value for key, value in group.items() if key not in _LEFT_OUT and stranger(value) is None}
         if "betas" in found:
             found["betas"] = tuple(found["betas"])
@@ -149,7 +146,7 @@ def _schedule(state: Any, rates: list[float]) -> dict[str, Any] | None:
 
 def _loss_scale(files: DeepSpeedFiles) -> dict[str, float] | None:
     """Where a dynamic loss scale is; it moves here as it does there."""
-    scaler = states_of(files.optimizers[0], files.path).get("loss_scaler")
+    scaler = files.states(0).get("loss_scaler")
     if not isinstance(scaler, ForeignObject) or scaler.get("cur_scale") is None:
         return None
     shift, left = scaler.get("delayed_shift"), scaler.get("cur_hysteresis")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,12 +30,14 @@ from infinity.checkpoint.pickles import elements
 from infinity.checkpoint.save import serialise
 from infinity.checkpoint.stored import StoredTensor, write_whole
 from infinity.errors import CheckpointError, InfinityError
-from infinity.optim.formats import layout_with_moments
+from infinity.optim.formats import MOMENTS, layout_with_moments
 from infinity.zero.model_parts import is_code
 
 _CHUNK = 1 << 20  # elements that are in memory at once
 _FILE_BYTES = 1 << 30  # at which another file begins
 _FORMAT = "fp32"  # which has everything exactly
+# By the names of an optimizer's moments: the signed one, and the one that is never negative.
+KINDS = {frozenset(name for name in pair if name is not None): pair for pair in MOMENTS.values()}
 
 
 class Values(Protocol):
@@ -124,7 +126,7 @@ class Foreign:
     moments: tuple[str | None, str | None]
     counters: Mapping[str, int]
     extra: Mapping[str, Any]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def plain_extra(
@@ -145,6 +147,15 @@ def plain_extra(
         "buffers": dict(buffers or {}),
         "client_state": dict(client_state or {}),
     }
+
+
+def unknown_kind(source: Path, kinds: Iterable[Iterable[str]]) -> CheckpointError:
+    """The error of optimizer states whose names are none, several, or none of `KINDS`."""
+    named = "; ".join(", ".join(sorted(names)) for names in kinds) or "none"
+    return CheckpointError(
+        f"{source} has optimizer states of a kind that the engine has no counterpart of ({named}): it trains with "
+        "Adam, AdamW, Adagrad, Lion and SGD"
+    )
 
 
 @contextmanager

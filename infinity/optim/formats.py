@@ -51,7 +51,7 @@ _FORMATS: dict[str, tuple[torch.dtype, StateField | None, torch.dtype]] = {
     "int8": (torch.bfloat16, StateField("low_bits", torch.int16), torch.uint8),
 }
 # optimizer: its signed moment, its moment that is never negative
-_MOMENTS: dict[str, tuple[str | None, str | None]] = {
+MOMENTS: dict[str, tuple[str | None, str | None]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adagrad": (None, "sum"),
@@ -63,9 +63,9 @@ FORMATS = tuple(_FORMATS)
 
 def state_layout(name: str, optimizer: str = "adamw") -> StateLayout:
     """Return the layout of a format for an optimizer. Raises ConfigError if the format or the optimizer is unknown."""
-    if optimizer not in _MOMENTS:
-        raise ConfigError(f"optimizer {optimizer!r} does not exist; choose {', '.join(_MOMENTS)}")
-    return layout_with_moments(name, *_MOMENTS[optimizer])
+    if optimizer not in MOMENTS:
+        raise ConfigError(f"optimizer {optimizer!r} does not exist; choose {', '.join(MOMENTS)}")
+    return layout_with_moments(name, *MOMENTS[optimizer])
 
 
 def layout_with_moments(name: str, first: str | None, second: str | None) -> StateLayout:
@@ -76,7 +76,7 @@ def layout_with_moments(name: str, first: str | None, second: str | None) -> Sta
     """
     if name not in _FORMATS:
         raise ConfigError(f"state format {name!r} does not exist; choose {', '.join(_FORMATS)}")
-    if (first, second) not in _MOMENTS.values():
+    if (first, second) not in MOMENTS.values():
         raise ConfigError(f"no optimizer has the moments {first!r} and {second!r}")
     param_dtype, master, moment_dtype = _FORMATS[name]
     moments = [moment for moment in (first, second) if moment is not None]
