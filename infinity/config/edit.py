@@ -10,6 +10,8 @@ from infinity.config.keys import DEPRECATED
 from infinity.config.values import shown
 from infinity.errors import ConfigError
 
+AN_OBJECT = "it must be an object of keys and values"
+
 
 def edited(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a file's content with new values at dotted paths.
@@ -24,7 +26,7 @@ def edited(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     for path, value in changes.items():
         for old, new in DEPRECATED.items():
             if path.startswith(f"{new}."):
-                _remove(result, old)
+                remove(result, old)
         _set(result, path, value)
     return result
 
@@ -37,7 +39,7 @@ def _set(section: dict[str, Any], path: str, value: Any) -> None:
     if section.get(key) is None:
         section[key] = {}
     if not isinstance(section[key], dict):
-        raise ConfigError(f"{key} is {shown(section[key])}; it must be an object of keys and values")
+        raise ConfigError(f"{key} is {shown(section[key])}; {AN_OBJECT}")
     _set(section[key], rest, value)
 
 
@@ -51,9 +53,10 @@ def _split(section: Mapping[str, Any], path: str) -> tuple[str, str]:
     return parts[0], ".".join(parts[1:])
 
 
-def _remove(section: dict[str, Any], path: str) -> None:
+def remove(section: dict[str, Any], path: str) -> None:
+    """Leave out the key at a dotted path."""
     key, rest = _split(section, path)
     if not rest:
         section.pop(key, None)
     elif isinstance(section.get(key), dict):
-        _remove(section[key], rest)
+        remove(section[key], rest)

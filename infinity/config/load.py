@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from infinity.config.edit import AN_OBJECT, edited, remove
 from infinity.config.keys import CHOICES, DEPRECATED, NO_EFFECT, REFUSED, asks_for_nothing
 from infinity.config.read import check_values, read_json
 from infinity.config.resolve import resolve
@@ -24,7 +25,6 @@ from infinity.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _COMMENTS = ("_comment", "//", "#", "$schema")  # JSON has no comments, so that people write keys
-_AN_OBJECT = "it must be an object of keys and values"
 
 ConfigSource = str | Path | Mapping[str, Any]
 
@@ -130,17 +130,7 @@ def with_values(source: ConfigSource, changes: Mapping[str, Any]) -> dict[str, A
     Raises:
         ConfigError: the source cannot be read, or has something else where a section should be.
     """
-    values = _nest(_read(source))
-    for path, value in changes.items():
-        *parents, last = path.split(".")
-        section = values
-        for parent in parents:
-            section[parent] = {} if section.get(parent) is None else section[parent]
-            if not isinstance(section[parent], dict):
-                raise ConfigError(f"{parent} is {shown(section[parent])}; {_AN_OBJECT}")
-            section = section[parent]
-        section[last] = value
-    return values
+    return edited(_nest(_read(source)), changes)
 
 
 # Keys #
@@ -177,24 +167,24 @@ def _classify(values: dict[str, Any]) -> None:
             if not asks_for_nothing(path, value):
                 raise ConfigError(f"{path} is {shown(value)}: {REFUSED[path]}; remove the key")
             _log.info("configuration key %s is switched off, and would be refused otherwise", path)
-            _remove(values, path)
+            remove(values, path)
         elif path in NO_EFFECT:
             _check_choice(path, value)
             _log.info("configuration key %s has no effect here: %s", path, NO_EFFECT[path])
-            _remove(values, path)
+            remove(values, path)
         elif path in DEPRECATED:
-            _remove(values, path)
+            remove(values, path)
             if value not in (None, "auto") and switch(path, value):
                 _offload_to_cpu(values, path)
         elif path in known:
             if value == "auto" and known[path].default not in (None, "auto"):
                 _log.info("configuration key %s is auto: %s, the default", path, known[path].default)
             if value is None or value == "auto":
-                _remove(values, path)
+                remove(values, path)
         elif path in sections:  # of which nothing is honoured
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{path} is {shown(value)}; {_AN_OBJECT}")
-            _remove(values, path)
+                raise ConfigError(f"{path} is {shown(value)}; {AN_OBJECT}")
+            remove(values, path)
         else:
             raise ConfigError(_unknown(path, known))
     _check_spellings(values, RootSection)
@@ -216,13 +206,6 @@ def _entries(values: Mapping[str, Any], sections: Container[str], prefix: str = 
         if isinstance(value, Mapping) and path in sections:
             yield from _entries(value, sections, path + ".")
         yield path, value
-
-
-def _remove(values: dict[str, Any], path: str) -> None:
-    *parents, last = path.split(".")
-    for parent in parents:
-        values = values[parent]
-    values.pop(last, None)
 
 
 def _check_spellings(values: Mapping[str, Any], section: type[BaseModel], prefix: str = "") -> None:
@@ -262,7 +245,7 @@ def _first_problem(error: ValidationError) -> str:
     if problem["type"] == "missing":
         return f"{path} is missing; add it, or remove the section"
     if problem["type"] in ("model_type", "dict_type"):
-        return f"{path} is {shown(problem['input'])}; {_AN_OBJECT}"
+        return f"{path} is {shown(problem['input'])}; {AN_OBJECT}"
     demand = problem["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
     value = shown(problem["input"])
     return f"{path}: {demand}" if demand.startswith(value) else f"{path} is {value}; {demand}"
