@@ -193,10 +193,6 @@ class TensorBoardSection(Section):
     job_name: FileName = "DeepSpeedJobName"
 
 
-class CsvMonitorSection(TensorBoardSection):
-    pass
-
-
 class WandbSection(Section):
     enabled: Bool = False
     group: str | None = None
@@ -254,7 +250,7 @@ class RootSection(Section):
     activation_checkpointing: ActivationSection = ActivationSection()
     aio: AioSection = AioSection()
     tensorboard: TensorBoardSection = TensorBoardSection()
-    csv_monitor: CsvMonitorSection = CsvMonitorSection()
+    csv_monitor: TensorBoardSection = TensorBoardSection()
     wandb: WandbSection = WandbSection()
     wall_clock_breakdown: Bool = False
     tiering: TieringSection = TieringSection()

@@ -8,6 +8,8 @@ say what they may hold, bounds included; what `parsed` returns needs no further 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -22,6 +24,7 @@ Amount: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _Kind = TypeVar("_Kind")
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def parsed(kind: type[_Kind], content: bytes | str) -> _Kind:
@@ -40,12 +43,3 @@ def parsed(kind: type[_Kind], content: bytes | str) -> _Kind:
             raise ValueError(f"`{field}` is missing") from error
         value = "" if first["type"] == "json_invalid" else f" (it is {shown(first['input'])})"
         raise ValueError(f"`{field}`: {first['msg']}{value}" if field else first["msg"]) from error
-
-
-_adapters: dict[Any, TypeAdapter[Any]] = {}
-
-
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
