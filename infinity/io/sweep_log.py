@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from infinity.config.read import read_text
 from infinity.config.typed import Count, Positive, Rate, parsed
@@ -30,7 +30,7 @@ class SweepLog:
 
     def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
         self._path = path
-        self._rates: dict[_Key, list[float]] = {}
+        self._measured: list[_Measured] = []
         self.written_bytes = 0
         header = {"infinity_sweep": _VERSION, **facts}
         if path is None:
@@ -63,17 +63,16 @@ class SweepLog:
     def _take(self, line: str) -> None:
         self.written_bytes += parsed(_Written, line).written_bytes
         if "bytes_per_s" in parsed(dict[str, Any], line):
-            found = parsed(_Measured, line)
-            self._rates.setdefault(found.key, []).append(found.bytes_per_s)
+            self._measured.append(parsed(_Measured, line))
 
     def rates(self, place: str, plan: SweepPlan, options: IoOptions, *, final: bool) -> tuple[float, ...]:
         """Return earlier measurements: the final ones, in turn with the default, or the others."""
-        block, depth = shape_of(options)
-        return tuple(self._rates.get(_Key(place, plan.operation, plan.pass_bytes, block, depth, final), ()))
+        wanted = (place, plan.operation, plan.pass_bytes, *shape_of(options), final)
+        return tuple(each.bytes_per_s for each in self._measured if each.conditions == wanted)
 
     def pass_bytes(self, place: str, operation: str) -> int | None:
         """Return the bytes of the file that earlier measurements used; None if there are none."""
-        return next((key.pass_bytes for key in self._rates if (key.path, key.op) == (place, operation)), None)
+        return next((each.pass_bytes for each in self._measured if (each.path, each.op) == (place, operation)), None)
 
     def add(
         self, place: str, plan: SweepPlan, options: IoOptions, rate: float, written_bytes: int, *, final: bool
@@ -103,17 +102,6 @@ class SweepLog:
                 file.write(json.dumps(line) + "\n")
 
 
-class _Key(NamedTuple):
-    """The conditions that must be equal for measurements to be repetitions of each other."""
-
-    path: str
-    op: str
-    pass_bytes: int
-    block_size_bytes: int
-    queue_depth: int
-    final: bool
-
-
 @dataclass(frozen=True)
 class _Written:
     """Type of a line of the log, see [Note: typed records]; older lines do not have the written bytes."""
@@ -132,5 +120,6 @@ class _Measured:
     bytes_per_s: Rate
 
     @property
-    def key(self) -> _Key:
-        return _Key(self.path, self.op, self.pass_bytes, self.block_size_bytes, self.queue_depth, self.final)
+    def conditions(self) -> tuple[str, str, int, int, int, bool]:
+        """What must be equal for measurements to be repetitions of each other."""
+        return self.path, self.op, self.pass_bytes, self.block_size_bytes, self.queue_depth, self.final
