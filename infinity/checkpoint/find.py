@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.checkpoint.directory import check_tag, latest_tag, tags
-from infinity.checkpoint.format import MANIFEST, UnknownFormatError, parse_manifest, read_manifest_bytes
+from infinity.checkpoint.format import MANIFEST, UnknownFormatError, parse_manifest, read_manifest, read_manifest_bytes
 from infinity.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,10 @@ def find_checkpoint(directory: Path, tag: str | None, damaged: MutableMapping[st
             raise
         except CheckpointError as error:
             damaged[newest] = failure = error
-    found = _newest_of_others(directory, damaged, _run_of(directory, newest))
+    run = None
+    with suppress(CheckpointError):
+        run = read_manifest(directory / newest).run
+    found = _newest_of_others(directory, damaged, run)
     if found is None and failure is not None:
         raise failure
     if found is not None:
@@ -77,29 +81,16 @@ def _read(directory: Path, tag: str) -> Found:
     return Found(tag, stored)
 
 
-def _run_of(directory: Path, tag: str) -> str | None:
-    try:
-        return parse_manifest(directory / tag, _read(directory, tag).manifest).run
-    except CheckpointError:
-        return None
-
-
 def _newest_of_others(directory: Path, damaged: MutableMapping[str, CheckpointError], run: str | None) -> Found | None:
     """The one that was written last of those not known to be damaged, of this run if one is given."""
     candidates = []
-    try:
+    others: list[str] = []
+    with suppress(OSError):  # the drive fails: the error of the one that is meant says so
         others = tags(directory)
-    except OSError:  # the drive fails: the error of the one that is meant says so
-        others = []
-    for tag in others:
-        if tag in damaged or not (directory / tag / MANIFEST).is_file():
-            continue
-        try:
-            found = _read(directory, tag)
-            manifest = parse_manifest(directory / tag, found.manifest)
-            written = (directory / tag / MANIFEST).stat().st_mtime_ns
-        except (CheckpointError, OSError):
-            continue
-        if run in (None, manifest.run):
-            candidates.append(((written, manifest.counters["global_steps"]), found))
+    for path in [directory / tag for tag in others if tag not in damaged]:
+        with suppress(CheckpointError, OSError):
+            stored, written = read_manifest_bytes(path), (path / MANIFEST).stat().st_mtime_ns
+            manifest = parse_manifest(path, stored)
+            if run in (None, manifest.run):
+                candidates.append(((written, manifest.counters["global_steps"]), Found(path.name, stored)))
     return max(candidates, key=lambda one: one[0])[1] if candidates else None
