@@ -11,7 +11,6 @@ So one rank is at most one commit ahead of another, and both of a rank's slots a
 from __future__ import annotations
 
 import atexit
-import io
 import logging
 import os
 import threading
@@ -23,11 +22,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import torch
 from torch import nn
 
 from infinity.checkpoint.codes import CodeSums
-from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
+from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra, unpacked
 from infinity.checkpoint.save import serialise
 from infinity.errors import CheckpointError, InfinityError, RankError
 from infinity.io import IoFuture
@@ -258,7 +256,7 @@ class Commits:
         extra: dict[str, Any] = {}
 
         def check() -> None:
-            extra.update(_read(path, generation.extra))
+            extra.update(unpacked(generation.extra, f"the schedule and counters of the step in {path}"))
             check_extra(path, extra, self._model, self._optimizer, step.lr_scheduler, Parts())
             self._check_codes(path, extra.get("code_sums", {}))
 
@@ -331,13 +329,3 @@ class Commits:
             self._queue.put(None)
             self._thread.join(timeout_s)
             self._slots.give_up(InfinityError("the engine was closed before its last step was committed"))
-
-
-def _read(path: Path, content: bytes) -> dict[str, Any]:
-    try:
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever unpickling objects to
-        raise CheckpointError(f"the schedule and counters of the step in {path} cannot be loaded: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is damaged: what came with its step is a {type(found).__name__}")
-    return found

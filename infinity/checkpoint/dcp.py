@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from infinity.checkpoint.conversion import Progress, checkpoint_at
 from infinity.checkpoint.directory import check_tag, make_directory, writing
-from infinity.checkpoint.extra import read_extra
+from infinity.checkpoint.extra import read_extra, unpacked
 from infinity.checkpoint.files import is_file_name, open_plain, read_plain
 from infinity.checkpoint.format import CODE_FIELD, EXTRA, FROZEN_FIELD, MASTER_FIELD, Manifest
 from infinity.checkpoint.imported import (
@@ -503,9 +503,7 @@ class _Incoming:
     def _extra(self, prefix: str) -> dict[str, Any]:
         """What the engine goes on from beside tensors: its own, if it has written the checkpoint."""
         if _EXTRA in self._metadata:
-            content = io.BytesIO(bytes(self.tensor(_EXTRA).numpy().tobytes()))
-            extra: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
-            return extra
+            return unpacked(self.tensor(_EXTRA).numpy().tobytes(), f"{_EXTRA} of {self._path / METADATA}")
         key = f"{prefix.removesuffix('state.')}param_groups"
         groups = self._load(key, None) if isinstance(self._metadata.get(key), BytesStorageMetadata) else []
         kept = [

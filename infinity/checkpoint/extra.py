@@ -74,17 +74,27 @@ def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
         CheckpointError: the file is missing or damaged, or holds more than tensors and plain values.
     """
     path = directory / EXTRA
+    content = read_plain(path)
+    if zlib.crc32(content) != manifest.extra_crc:
+        raise CheckpointError(f"{path} is damaged: its checksum differs from the manifest's")
+    return unpacked(content, str(path))
+
+
+def unpacked(content: bytes, what: str) -> dict[str, Any]:
+    """What `collect_extra` has collected, from its bytes.
+
+    Args:
+        what: these are, for messages.
+
+    Raises:
+        CheckpointError: it is something else, or holds more than tensors and plain values.
+    """
     try:
-        content = read_plain(path)
-        if zlib.crc32(content) != manifest.extra_crc:
-            raise CheckpointError(f"{path} is damaged: its checksum differs from the manifest's")
         extra = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
     except Exception as error:  # whatever unpickling objects to
-        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+        raise CheckpointError(f"{what} cannot be loaded: {error}") from error
     if not isinstance(extra, dict):
-        raise CheckpointError(f"{path} is damaged: it holds a {type(extra).__name__}")
+        raise CheckpointError(f"{what} is damaged: it holds a {type(extra).__name__}")
     return extra
 
 
