@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infinity.integrations.deepspeed.installation import FOLDER
+from infinity.integrations.as_deepspeed import FOLDER
 
 HERE = Path(__file__).parent
 GRACE_S = 60  # beyond a test's limit, to import and to end

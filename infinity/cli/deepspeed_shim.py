@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from infinity.errors import ConfigError
-from infinity.integrations.deepspeed.installation import FOLDER
+from infinity.integrations.as_deepspeed import FOLDER
 
 NAME = "infinity-as-deepspeed.pth"
 

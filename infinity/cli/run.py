@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from infinity.integrations.as_deepspeed import FOLDER
 from infinity.integrations.deepspeed.auto_values import auto_problem
-from infinity.integrations.deepspeed.installation import FOLDER
 
 # Files, not -m, which looks in the working directory first.
 _COMMAND, _TORCHRUN = (Path(__file__).parent / "launch" / name for name in ("command.py", "torchrun.py"))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infinity.integrations.deepspeed.installation import FOLDER
+from infinity.integrations.as_deepspeed import FOLDER
 from tests import prepared
 from tests.prepared import ROOT
 

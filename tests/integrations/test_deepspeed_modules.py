@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import infinity
-from infinity.integrations.deepspeed.installation import FOLDER
+from infinity.integrations.as_deepspeed import FOLDER
 from infinity.integrations.deepspeed.namespace import MODULES, VERSION
 from tests.integrations.processes import result, script
 
