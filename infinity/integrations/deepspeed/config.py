@@ -30,7 +30,7 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
 
 
 # Attributes that give a key of the configuration, and what stands for it where it is not given.
-_KEYS: dict[str, Any] = {
+KEYS: dict[str, Any] = {
     "dump_state": False,
     "gradient_predivide_factor": 1.0,
     "memory_breakdown": False,
@@ -41,7 +41,7 @@ _KEYS: dict[str, Any] = {
     "zero_force_ds_cpu_optimizer": True,
 }
 # Attributes of what is refused in a configuration.
-_OFF = (
+OFF = (
     "curriculum_enabled_legacy",
     "data_efficiency_enabled",
     "eigenvalue_enabled",
@@ -79,9 +79,9 @@ class DeepSpeedConfig:
         self._describe_precision(self._param_dict)
         self._describe_zero(self._param_dict.get("zero_optimization") or {})
         self._describe_optimizer()
-        for name, default in _KEYS.items():
+        for name, default in KEYS.items():
             setattr(self, name, self._param_dict.get(name, default))
-        for name in _OFF:
+        for name in OFF:
             setattr(self, name, False)
         self.checkpoint_tag_validation_enabled = self.checkpoint_tag_validation_fail = True
 

@@ -15,7 +15,7 @@ import torch
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.comm import get_rank
-from infinity.integrations.deepspeed.config import DeepSpeedConfig
+from infinity.integrations.deepspeed.config import KEYS, OFF, DeepSpeedConfig
 from infinity.integrations.deepspeed.precision_config import get_float16_config
 from infinity.integrations.deepspeed.zero_config import DeepSpeedZeroConfig, known_zero_config
 
@@ -50,31 +50,19 @@ _ZERO_FIELDS = {
     "zero_log_trace_cache_warnings": "log_trace_cache_warnings",
     "is_sanity_checks_enabled": "enable_sanity_checks",
 }
-# Methods that give a key of the configuration, and what stands for it where it is not given.
-_KEYS: dict[str, tuple[str, Any]] = {
-    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
-    "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
-    "dump_state": ("dump_state", False),
-    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
-}
-# Methods that ask for what is refused in a configuration, so that the answer is known.
+# Methods that give a key of the configuration.
+_KEYS = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "gradient_predivide_factor")
+# Methods that ask for what is refused in a configuration, so that the answer is known; beside `config.OFF`.
 _OFF = (
     "autotuning_enabled",
     "bf16_master_weights_and_gradients",
     "bf16_optimizer_states",
-    "curriculum_enabled_legacy",
     "curriculum_learning_enabled",
-    "data_efficiency_enabled",
     "data_sampling_enabled",
-    "eigenvalue_enabled",
-    "elasticity_enabled",
     "flops_profiler_enabled",
     "fp16_master_weights_and_gradients",
-    "load_universal_checkpoint",
     "optimizer_legacy_fusion",
-    "pld_enabled",
     "random_ltd_enabled",
-    "sparse_gradients_enabled",
     "super_offload",
 )
 
@@ -181,8 +169,8 @@ def _of_section(field: str) -> Callable[[Any], Any]:
     return lambda self: getattr(self._zero_section, field)
 
 
-def _of_key(key: str, default: Any) -> Callable[[Any], Any]:
-    return lambda self: self.config.get(key, default)
+def _of_key(key: str) -> Callable[[Any], Any]:
+    return lambda self: self.config.get(key, KEYS[key])
 
 
 def _add(name: str, answer: Callable[[Any], Any], what: str) -> None:
@@ -193,7 +181,7 @@ def _add(name: str, answer: Callable[[Any], Any], what: str) -> None:
 
 for _name, _field in _ZERO_FIELDS.items():
     _add(_name, _of_section(_field), f"`zero_optimization.{_field}`.")
-for _name, (_key, _default) in _KEYS.items():
-    _add(_name, _of_key(_key, _default), f"`{_key}`.")
-for _name in _OFF:
+for _name in _KEYS:
+    _add(_name, _of_key(_name), f"`{_name}`.")
+for _name in (*OFF, *_OFF):
     _add(_name, lambda self: False, "False: a configuration that asks for it is refused.")
