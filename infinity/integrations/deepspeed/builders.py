@@ -83,9 +83,5 @@ _NOT_THERE = (
 )
 
 
-def compatible_ops() -> dict[str, bool]:
-    """Whether what an op of DeepSpeed does is there, by the op's name."""
-    return dict.fromkeys(_THERE, True) | dict.fromkeys(_NOT_THERE, False)
-
-
-__compatible_ops__ = compatible_ops()
+# Whether what an op of DeepSpeed does is there, by the op's name.
+__compatible_ops__ = dict.fromkeys(_THERE, True) | dict.fromkeys(_NOT_THERE, False)

@@ -34,12 +34,8 @@ class DeepSpeedConfigModel(BaseModel):
     )
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
-        given = {key: value for key, value in data.items() if strict or not _is_auto(value)}
+        given = {key: value for key, value in data.items() if strict or not isinstance(value, str) or value != "auto"}
         super().__init__(**_renamed(type(self), given))
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
 
 
 def _renamed(section: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:

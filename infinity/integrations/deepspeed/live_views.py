@@ -51,6 +51,8 @@ class LiveView(torch.Tensor):
     """
 
     parameters: tuple[nn.Parameter, ...] = ()
+    _what: str
+    _read: Read
 
     @staticmethod
     def __new__(
@@ -58,14 +60,8 @@ class LiveView(torch.Tensor):
     ) -> LiveView:
         size = (shape,) if isinstance(shape, int) else shape
         made: LiveView = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        made._what, made._read = name, read
         return made
-
-    def __init__(
-        self, name: str, shape: int | torch.Size, dtype: torch.dtype, device: torch.device, read: Read
-    ) -> None:
-        super().__init__()
-        self._what = name
-        self._read = read
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -231,9 +227,7 @@ def flat_gradients(name: str, params: Iterable[nn.Parameter]) -> LiveView:
     return _flat(name, params, gradient)
 
 
-def _flat(
-    name: str, params: Iterable[nn.Parameter], of: Callable[[nn.Parameter, int], torch.Tensor | None]
-) -> LiveView:
+def _flat(name: str, params: Iterable[nn.Parameter], of: Part) -> LiveView:
     found = [(param, owner) for param in params if (owner := owner_of(param)) is not None]
     trained = [param for param, (_, place) in found if place.info.trainable]
     if not trained:
