@@ -23,7 +23,7 @@ from infinity.checkpoint.files import discard, is_file_name, write_file
 from infinity.checkpoint.pretrained import INDEX, WEIGHTS
 from infinity.checkpoint.publish import new_stem, publish
 from infinity.checkpoint.tensors import TensorFile, read_header
-from infinity.config import parse_size
+from infinity.config import named_size
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.io.directory import sync_directory
 from infinity.zero.build import Runtime
@@ -66,19 +66,14 @@ def export_16bit(
         )
     if file_name is not None and (not is_file_name(file_name) or Path(file_name).suffix == ".json"):
         raise ConfigError(f"save_filename {file_name!r} must be the plain name of a file with weights")
-    try:
-        shard_bytes = parse_size(max_shard_size) if file_name is None else None
-    except ValueError as error:
-        raise ConfigError(f"max_shard_size: {error}") from error
+    shard_bytes = named_size("max_shard_size", max_shard_size) if file_name is None else None
     compute = runtime.layout.param_dtype
     dtype = compute if compute.itemsize == 2 else torch.bfloat16
     buffers = persistent_buffers(model)
     infos = [info for unit in runtime.partition.units for info in unit.params]
     specs = {info.name: (dtype, info.shape) for info in infos if frozen or info.trainable}
-    specs |= {name: (value.dtype, tuple(value.shape)) for name, value in codes(model).items() if frozen}
-    specs |= {
-        name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in buffers.items()
-    }
+    specs |= specs_of(codes(model), dtype) if frozen else {}
+    specs |= specs_of(buffers, dtype)
     values = chain(parameters, buffers.items())
 
     def write() -> None:
@@ -207,6 +202,11 @@ def files_of_library(directory: Path) -> Iterator[Path]:
             places.add(place.parent)
         for parent in places:
             sync_directory(parent)
+
+
+def specs_of(values: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Specs:
+    """Dtype and shape of these tensors; all but codes are stored in `dtype`."""
+    return {name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in values.items()}
 
 
 def check_dtype(dtype: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.checkpoint.conversion import checkpoint_at
 from infinity.checkpoint.directory import latest_tag, tags
-from infinity.checkpoint.export import write_model
+from infinity.checkpoint.export import specs_of, write_model
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.format import (
     CODE_FIELD,
@@ -25,7 +25,6 @@ from infinity.checkpoint.format import (
 )
 from infinity.checkpoint.stored import Progress, StoredReader, check_files
 from infinity.errors import CheckpointError
-from infinity.zero.model_parts import has_numbers
 
 _SHARD_BYTES = 5_000_000_000
 _COMPUTED_IN = {"fp32": torch.float32, "master": torch.float16}  # by state format; all others: bfloat16
@@ -157,9 +156,7 @@ def export_weights(
     dtype = _COMPUTED_IN.get(manifest.state_format, torch.bfloat16) if dtype is None else dtype
     specs = {name: (dtype, manifest.tensors[key].shape) for name, key in keys.items()}
     specs |= {name: (stored.torch_dtype, stored.shape) for name, stored in coded.items()}
-    specs |= {
-        name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in buffers.items()
-    }
+    specs |= specs_of(buffers, dtype)
     keys |= {name: f"{CODE_FIELD}.{name}" for name in coded}
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:

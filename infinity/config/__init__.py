@@ -20,7 +20,7 @@ from infinity.config.resolved import (
     WandbConfig,
     ZeroConfig,
 )
-from infinity.config.sizes import format_size, parse_size, size_to_set
+from infinity.config.sizes import format_size, named_size, parse_size, size_to_set
 
 __all__ = [
     "AioConfig",
@@ -41,6 +41,7 @@ __all__ = [
     "format_size",
     "load_config",
     "expanded_path",
+    "named_size",
     "parse_size",
     "size_to_set",
     "read_json",

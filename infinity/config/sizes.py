@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from infinity.config.values import shown
+from infinity.errors import ConfigError
 
 _UNITS = {
     "": 1,
@@ -41,6 +42,18 @@ def parse_size(value: int | float | str) -> int:
     if nbytes >= _TOO_MANY:
         raise ValueError(f"{shown(value)} is more than any machine has")
     return int(nbytes)
+
+
+def named_size(name: str, value: int | str) -> int:
+    """`parse_size` of an argument.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    try:
+        return parse_size(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def format_size(nbytes: float) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.export import check_dtype, write_model, write_on_rank_0
+from infinity.checkpoint.export import check_dtype, specs_of, write_model, write_on_rank_0
 from infinity.checkpoint.extra import persistent_buffers
-from infinity.config import parse_size
+from infinity.config import named_size
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
 from infinity.integrations.deepspeed.values import full_fp32_values
@@ -51,21 +51,12 @@ def save_pretrained(
     runtime = engine.begin_gathering("save_pretrained", stores=False)
     if runtime.parts.ranks.size > 1:
         raise InfinityError("save_pretrained writes whole parameters, and this model is divided by tensor parallelism")
-    try:
-        shard_bytes = parse_size(max_shard_size)
-    except ValueError as error:
-        raise ConfigError(f"max_shard_size: {error}") from error
+    shard_bytes = named_size("max_shard_size", max_shard_size)
     base = model.get_base_model() if _has_adapters(model) else model
     dtype = runtime.layout.param_dtype if dtype is None else dtype
     sources = _sources(model)
-    buffers = {
-        name_before_wrapping(name): buffer.to(dtype) if has_numbers(buffer) else buffer
-        for name, buffer in persistent_buffers(model).items()
-    }
-    specs = {
-        name: (dtype if has_numbers(param) else param.dtype, tuple(param.shape)) for name, (param, _) in sources.items()
-    }
-    specs |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
+    buffers = {name_before_wrapping(name): buffer for name, buffer in persistent_buffers(model).items()}
+    specs = specs_of({name: param for name, (param, _) in sources.items()} | buffers, dtype)
     values = chain(_values(sources), buffers.items())
 
     def write() -> None:

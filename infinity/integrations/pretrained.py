@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from infinity.checkpoint import PretrainedWeights
-from infinity.config import Config, load_config, parse_size
+from infinity.config import Config, load_config, named_size
 from infinity.config.read import read_text
 from infinity.config.values import shown
 from infinity.errors import ConfigError
@@ -71,34 +71,20 @@ def from_pretrained(
         raise ConfigError("kv_cache is for inference=True: in training, keys and values are activations")
     in_place = inference if in_place is None else in_place
     model, weights = pretrained_model(path, model_class=model_class, in_place=in_place)
-    if not inference:
-        return _initialize(model, config, weights, {"engine_class": Engine, **more})
-    model.requires_grad_(False).eval()
+    kind: dict[str, Any] = {"engine_class": Engine}
+    if inference:
+        kind = {"trains": False, "engine_class": InferenceEngine}
+        model.requires_grad_(False).eval()
     cache_bytes = None
     if kv_cache is not None:
-        cache_bytes = _size("kv_cache", kv_cache)
+        cache_bytes = named_size("kv_cache", kv_cache)
         ranks = world_size(more.get("process_group"))
         resolved = config if isinstance(config, Config) else load_config(config, world_size=ranks)
         config = leave_room(resolved, cache_bytes, on_host=_computes_on_host(more))
-    more = {"trains": False, "engine_class": InferenceEngine, **more}
-    made = _initialize(model, config, weights, more)
+    made = initialize(model=model, config=config, weights=weights, **(kind | more))
     if isinstance(made[0], InferenceEngine):
         made[0].cache_bytes = cache_bytes
-    return made
-
-
-def _initialize(
-    model: nn.Module, config: ConfigSource, weights: PretrainedWeights, more: Mapping[str, Any]
-) -> tuple[Engine, TieredOptimizer | None, Any | None, Any | None]:
-    made = initialize(model=model, config=config, weights=weights, **more)
     return cast(tuple[Engine, TieredOptimizer | None, Any | None, Any | None], made)
-
-
-def _size(name: str, value: int | str) -> int:
-    try:
-        return parse_size(value)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from error
 
 
 def _computes_on_host(more: Mapping[str, Any]) -> bool:
