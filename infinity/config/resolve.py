@@ -6,8 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from infinity.config.resolved import (
     AioConfig,
     CommunicationConfig,
@@ -30,9 +28,9 @@ from infinity.config.schema import (
     ActivationSection,
     DataTypesSection,
     Fp16Section,
+    NamedSection,
     OffloadSection,
     RootSection,
-    SchedulerSection,
     TensorBoardSection,
     TieringSection,
     ZeroSection,
@@ -199,7 +197,7 @@ def _triangle(micro: int | None, accumulation: int | None, total: int, world_siz
     )
 
 
-def _scheduler(section: SchedulerSection, optimizer: OptimizerConfig | None) -> SchedulerConfig:
+def _scheduler(section: NamedSection, optimizer: OptimizerConfig | None) -> SchedulerConfig:
     """A schedule whose highest rate is "auto" rises to the optimizer's."""
     resolved = SchedulerConfig(**_without_auto("scheduler", section))
     if section.params.get("warmup_max_lr") != "auto" or optimizer is None or "lr" not in optimizer.params:
@@ -209,14 +207,13 @@ def _scheduler(section: SchedulerSection, optimizer: OptimizerConfig | None) -> 
     return SchedulerConfig(resolved.type, {**resolved.params, "warmup_max_lr": lr})
 
 
-def _without_auto(name: str, section: BaseModel) -> dict[str, Any]:
+def _without_auto(name: str, section: NamedSection) -> dict[str, Any]:
     """An optimizer or scheduler section, with "auto" parameters left to their defaults, and "true" for true."""
-    values = section.model_dump()
-    for key, value in values["params"].items():
+    for key, value in section.params.items():
         if value == "auto":
             _log.info("configuration key %s.params.%s is auto: left to its default", name, key)
-    params = {key: boolean(value) for key, value in values["params"].items() if value != "auto"}
-    return {"type": values["type"], "params": params}
+    params = {key: boolean(value) for key, value in section.params.items() if value != "auto"}
+    return {"type": section.type, "params": params}
 
 
 _AUTOCAST: dict[str, Precision] = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}

@@ -94,12 +94,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
 
 
-class OptimizerSection(Section):
-    type: str
-    params: dict[str, Any] = {}
-
-
-class SchedulerSection(Section):
+class NamedSection(Section):
     type: str
     params: dict[str, Any] = {}
 
@@ -240,8 +235,8 @@ class RootSection(Section):
     communication_data_type: Dtype | None = None
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_name)] = "mean"
     communication: CommunicationSection = CommunicationSection()
-    optimizer: OptimizerSection | None = None
-    scheduler: SchedulerSection | None = None
+    optimizer: NamedSection | None = None
+    scheduler: NamedSection | None = None
     fp16: Fp16Section = Fp16Section()
     bf16: Bf16Section = Field(Bf16Section(), alias="bfloat16")
     torch_autocast: AutocastSection = AutocastSection()
