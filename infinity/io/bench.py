@@ -19,7 +19,7 @@ from types import TracebackType
 
 from infinity.errors import ConfigError, StorageError
 from infinity.io.directory import open_directory
-from infinity.io.interface import IoEngine, IoFile, IoFuture, IoOptions, Priority, Span, create_file
+from infinity.io.interface import IoEngine, IoFuture, IoOptions, Priority, Span, create_file
 from infinity.io.latency import NO_LATENCIES, Latencies
 from infinity.io.patterns import Move, Scatter, check_operation, is_random, moves, pass_bytes, scatters
 from infinity.io.probe import open_engine
@@ -204,15 +204,15 @@ class BenchSession:
         self._size_bytes = size_bytes
         self._request_bytes = request_bytes(options, min(size_bytes // 4, buffers.nbytes // 3))
         self.buffers = Span(buffers.address, min(ring_bytes(options), buffers.nbytes), buffers.owner)
-        self._engine = open_engine(options, backend)
+        self.engine = open_engine(options, backend)
         try:
-            self._file = self._engine.open(path)
-            self.registered = self._engine.register(buffers)
+            self.file = self.engine.open(path)
+            self.registered = self.engine.register(buffers)
         except BaseException:
-            self._engine.close()
+            self.engine.close()
             raise
-        self.backend = self._engine.backend
-        self.direct = self._file.direct
+        self.backend = self.engine.backend
+        self.direct = self.file.direct
         self.unfinished: BenchRun | None = None
 
     def __enter__(self) -> BenchSession:
@@ -221,21 +221,13 @@ class BenchSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        self._engine.close()
-
-    @property
-    def file(self) -> IoFile:
-        return self._file
-
-    @property
-    def engine(self) -> IoEngine:
-        return self._engine
+        self.file.close()
+        self.engine.close()
 
     @property
     def moved_bytes(self) -> int:
         """Bytes read and written since the session began."""
-        stats = self._engine.stats()
+        stats = self.engine.stats()
         return stats.bytes_read + stats.bytes_written
 
     @property
@@ -281,7 +273,7 @@ class BenchSession:
         requests = self._requests(operation)
         self.unfinished = None
         done = 0
-        watch = _Watch(self._engine, self._others_cpu_s)
+        watch = _Watch(self.engine, self._others_cpu_s)
         try:
             while done < passes or time.perf_counter() - watch.begin_s < runtime_s:
                 self._perform(requests, until_s)
@@ -314,10 +306,10 @@ class BenchSession:
         write = request.operation == "write"
         turn = self._write_class if write else self._read_class
         if isinstance(request, Scatter):
-            return self._engine.move_blocks(write, self._file, request.offsets, request.block_bytes, span, turn)
-        begin = self._engine.write if write else self._engine.read
+            return self.engine.move_blocks(write, self.file, request.offsets, request.block_bytes, span, turn)
+        begin = self.engine.write if write else self.engine.read
         part = Span(span.address, min(span.nbytes, request.nbytes), span.owner)
-        return begin(self._file, request.offset, part, turn, nbytes=request.nbytes)
+        return begin(self.file, request.offset, part, turn, nbytes=request.nbytes)
 
     def _spans(self, request_bytes: int) -> Sequence[Span]:
         """Return memory for successive requests: as much as is in flight, as in fio, or less if there is less.

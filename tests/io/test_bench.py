@@ -215,10 +215,10 @@ def test_a_drive_that_lies_is_found_out(spoil, offset, tmp_path, monkeypatch) ->
         bench_file(tmp_path, 4 * MIB) as path,
         BenchSession(path, 4 * MIB, "auto", options, buffers) as session,
     ):
-        liar = _Liar(session, lambda: spoil(path))
-        monkeypatch.setattr(BenchSession, "engine", property(lambda _: liar))
+        monkeypatch.setattr(session, "engine", _Liar(session, lambda: spoil(path)))
         with pytest.raises(StorageError, match="what was read back is not what was written") as found:
             verify(session, "randwrite")
+        monkeypatch.undo()
     assert found.value.errno == errno.EBADMSG
     assert offset // MIB * MIB <= found.value.offset < offset + 3 * MIB
 
@@ -232,10 +232,10 @@ def test_an_old_write_that_was_never_replaced_is_found_out(tmp_path, monkeypatch
     ):
         verify(session, "write")
         before = path.read_bytes()
-        liar = _Liar(session, lambda: path.write_bytes(before))
-        monkeypatch.setattr(BenchSession, "engine", property(lambda _: liar))
+        monkeypatch.setattr(session, "engine", _Liar(session, lambda: path.write_bytes(before)))
         with pytest.raises(StorageError, match="what was read back"):
             verify(session, "write")
+        monkeypatch.undo()
 
 
 # Several at once #
