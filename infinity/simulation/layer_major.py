@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from infinity.simulation.activations import Activations
 from infinity.simulation.model import Pass
 from infinity.zero.rounds import Rounds
 
-
-class Trains(Protocol):
-    """The parts of a pass that a rank performs."""
-
-    activations: Activations
-
-    def forward_use(self, call: Pass, position: int, micro_batch: int = 0) -> None: ...
-
-    def open_backward(self) -> None: ...
-
-    def backward_use(
-        self, call: Pass, position: int, left: Counter[int] | None = None, micro_batch: int = 0
-    ) -> None: ...
-
-    def complete(self, units: Sequence[int]) -> None: ...
+if TYPE_CHECKING:
+    from infinity.simulation.rank import Rank
 
 
 class MicroBatch:
@@ -45,7 +31,7 @@ class MicroBatch:
 class LayerMajorPass(Rounds[MicroBatch, int]):
     """Runs the micro-batches of `call` through a rank."""
 
-    def __init__(self, rank: Trains, call: Pass) -> None:
+    def __init__(self, rank: Rank, call: Pass) -> None:
         super().__init__()
         self._rank = rank
         self._call = call
