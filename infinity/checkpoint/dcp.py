@@ -289,11 +289,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _check_covered(path: Path, key: str, found: TensorStorageMetadata) -> None:
-    """The chunks of a tensor are all of it: what none of them has would be imported as memory happens to be.
-
-    Raises:
-        CheckpointError: they leave a part out, overlap, or lie outside of it.
-    """
+    """Refuse chunks that are not a whole tensor: what none of them has would be imported as memory happens to be."""
     size = tuple(found.size)
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]
     within = all(
@@ -327,11 +323,7 @@ def _tile(boxes: Sequence[_Box], start: tuple[int, ...], size: tuple[int, ...], 
 
 
 def _check_entry(path: Path, key: str, info: _StorageInfo) -> None:
-    """What torch saved of a tensor or object is as it was written: its reader looks at no checksum.
-
-    Raises:
-        CheckpointError: the file is shorter than it should be, or the entry differs from its checksums.
-    """
+    """Refuse an entry that differs from its checksums, at which torch's reader does not look."""
     file = path / info.relative_path
     with open_plain(file) as opened:
         opened.seek(info.offset)

@@ -216,12 +216,7 @@ def _stage_1_and_2(files: DeepSpeedFiles, groups: Sequence[Shapes], moments: _Mo
 
 
 def _offsets(files: DeepSpeedFiles, group: int, shapes: Shapes, lengths: Sequence[int]) -> dict[str, int]:
-    """Where each parameter begins in its group's flat tensor, of which the ranks have so many elements.
-
-    Raises:
-        CheckpointError: that tensor has not the length that the parameters have together, or DeepSpeed's own map says
-            something else.
-    """
+    """Where each parameter begins in its group's flat tensor, of which the ranks have so many elements."""
     paddings = _saved_for(files, 0, "param_alignment_paddings", group)
     offsets, stop = {}, 0
     for position, (name, shape) in enumerate(shapes.items()):
@@ -269,11 +264,7 @@ class _Part:
 
 
 def _values(files: DeepSpeedFiles, name: str, pieces: Sequence[torch.Tensor | None], step: int) -> Values:
-    """A moment of a flat tensor.
-
-    Raises:
-        CheckpointError: some rank has not got it, and there have been updates.
-    """
+    """A moment of a flat tensor; before the first update, ranks may have none."""
     found = tuple(piece for piece in pieces if piece is not None)
     if len(found) == len(pieces):
         return Pieces(found)

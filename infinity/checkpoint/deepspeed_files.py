@@ -113,11 +113,7 @@ def read_files(path: Path) -> DeepSpeedFiles:
 
 
 def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> list[str]:
-    """Names of one kind, by rank.
-
-    Raises:
-        CheckpointError: a rank's is missing, or there are several parts of the model.
-    """
+    """Names of one kind, by rank: one of each, and of a model in one part."""
     found: dict[int, str] = {}
     for name in names:
         match = pattern.fullmatch(name)
@@ -162,11 +158,7 @@ def _level(path: Path, optimizers: tuple[Mapping[str, Any], ...]) -> int:
 
 
 def _check(files: DeepSpeedFiles) -> None:
-    """The files are those of one checkpoint.
-
-    Raises:
-        CheckpointError: they are not.
-    """
+    """Refuse files that are not those of one checkpoint."""
     path = files.path
     counts = {_partition_count(states_of(optimizer, path)) for optimizer in files.optimizers}
     if counts != {files.ranks}:

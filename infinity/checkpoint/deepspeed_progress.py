@@ -117,11 +117,7 @@ def _param_groups(files: DeepSpeedFiles) -> list[dict[str, Any]]:
 
 
 def _decoupled(config: Mapping[str, Any]) -> bool | None:
-    """Whether the optimizer section's Adam decays weights in AdamW's way; None if there is no such section.
-
-    Raises:
-        CheckpointError: the section names an optimizer that the engine has not.
-    """
+    """Whether the optimizer section's Adam decays weights in AdamW's way; None if there is no such section."""
     section = config.get("optimizer")
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
         return None

@@ -160,11 +160,7 @@ def unknown_kind(source: Path, kinds: Iterable[Iterable[str]]) -> CheckpointErro
 
 @contextmanager
 def named_as_damaged(source: Path) -> Iterator[None]:
-    """What values of another kind than they should have lead to inside is an error that names where they are from.
-
-    Raises:
-        CheckpointError: that.
-    """
+    """What values of another kind than they should have lead to inside is a CheckpointError that names the source."""
     try:
         yield
     except (InfinityError, OSError, MemoryError):

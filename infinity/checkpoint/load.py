@@ -106,11 +106,7 @@ def open_checkpoint(
 
 
 def _verify(path: Path, found: Found, manifest: Manifest, runtime: Runtime, *, moments: bool) -> Loaded:
-    """Read what this rank will read; all ranks call this together.
-
-    Raises:
-        CheckpointError: something is missing or damaged on some rank, which is named.
-    """
+    """Read what this rank will read; all ranks call this together, and one that is damaged is named."""
     read: list[Loaded] = []
 
     def verify() -> None:
@@ -127,11 +123,7 @@ def _verify(path: Path, found: Found, manifest: Manifest, runtime: Runtime, *, m
 
 
 def _check_own(path: Path, manifest: Manifest, runtime: Runtime, *, moments: bool) -> Mapping[str, StoredTensor]:
-    """Read what this rank will read.
-
-    Returns:
-        The checkpoint's tensors, with what they are verified by.
-    """
+    """Read what this rank will read; returns the checkpoint's tensors, with what they are verified by."""
     ranks = runtime.ranks
     if manifest.has_whole_sums:  # of which no slice can be verified alone
         return check_files(path, manifest.tensors, lambda nbytes: ranks.progress())

@@ -93,11 +93,7 @@ class PretrainedWeights:
 
 
 def _entries(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the directory by key.
-
-    Raises:
-        CheckpointError: there are none, or the index names what is not there.
-    """
+    """Every tensor of the directory by key."""
     index = directory / INDEX
     if not os.path.lexists(index):
         if not os.path.lexists(directory / WEIGHTS):

@@ -103,11 +103,7 @@ def _lock(path: Path, run: str) -> int | None:
 
 
 def _open(path: Path) -> int:
-    """The lock file, new or old.
-
-    Raises:
-        CheckpointError: something else has its name.
-    """
+    """The lock file, new or old; refused if something else has its name."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o666)

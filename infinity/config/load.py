@@ -105,11 +105,7 @@ def _merge(below: Any, above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill(values: dict[str, Any], auto: Mapping[str, Any]) -> None:
-    """Put in what was given for keys that are "auto".
-
-    Raises:
-        ConfigError: the source does not have the key, or has a value for it.
-    """
+    """Put in what was given for keys that are "auto", and for no others."""
     for path, value in auto.items():
         *parents, last = path.split(".")
         section: Any = values
@@ -155,11 +151,7 @@ def known_keys(section: type[BaseModel] = RootSection, prefix: str = "") -> Iter
 
 
 def _classify(values: dict[str, Any]) -> None:
-    """Leave in `values` what the schema honours, by present names, without "auto" and null, for which defaults stand.
-
-    Raises:
-        ConfigError: a key that is unknown, refused and not switched off, or given under both of its spellings.
-    """
+    """Leave in `values` what the schema honours, by present names; for "auto" and null, defaults stand."""
     known = dict(known_keys())
     sections = {path.rpartition(".")[0] for path in (*known, *NO_EFFECT, *REFUSED)}
     for path, value in list(_entries(values, sections)):

@@ -136,11 +136,7 @@ def _check_ratio(zero: ZeroSection) -> None:
 
 
 def _shard_size(root: RootSection) -> int | None:
-    """Ranks that divide the states among them, by infinity's key or one of DeepSpeed's; None for all.
-
-    Raises:
-        ConfigError: they contradict one another, or nothing is divided at this stage.
-    """
+    """Ranks that divide the states among them, by infinity's key or one of DeepSpeed's; None for all."""
     zero, own = root.zero_optimization, root.communication.shard_size
     if own is not None and zero.stage == 0:
         raise ConfigError(
@@ -220,11 +216,7 @@ _AUTOCAST: dict[str, Precision] = {"bfloat16": "bf16", "bf16": "bf16", "float16"
 
 
 def _autocast(root: RootSection, precision: Precision) -> Precision | None:
-    """In which dtype the forward pass runs under `torch.autocast`.
-
-    Raises:
-        ConfigError: in another dtype than 16 bits, with parameters that are not float32, or layer-major.
-    """
+    """In which dtype of 16 bits the forward pass runs under `torch.autocast`, over float32 parameters."""
     section = root.torch_autocast
     if not section.enabled:
         return None
@@ -241,11 +233,7 @@ def _autocast(root: RootSection, precision: Precision) -> Precision | None:
 
 
 def _check_unmanaged(tiering: TieringSection) -> None:
-    """Refuse what must know before a backward pass whether it is the last of its step.
-
-    Raises:
-        ConfigError: by the key.
-    """
+    """Refuse what must know before a backward pass whether it is the last of its step."""
     for key, value, other in (
         ("update_schedule", "backward", "deferred"),
         ("accumulation", "layer", "micro_batch"),

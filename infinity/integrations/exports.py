@@ -137,11 +137,7 @@ def _values(sources: dict[str, Source]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _merged(layer: nn.Module) -> nn.Module:
-    """The base layer of a copy of `layer` with its active adapters merged, in float32.
-
-    Raises:
-        ConfigError: the base is quantised.
-    """
+    """The base layer of a copy of `layer` with its active adapters merged, in float32."""
     if not all(map(has_numbers, layer.parameters())):
         raise ConfigError(
             f"adapters of a quantised layer ({type(layer).__name__}) cannot be merged into it: save them by themselves "

@@ -70,11 +70,7 @@ class InfinityStrategy(DDPStrategy):
         self._precision_plugin = plugin
 
     def _configuration(self, trainer: Trainer) -> dict[str, Any]:
-        """The given one, with what the Trainer decides.
-
-        Raises:
-            ConfigError: they contradict one another.
-        """
+        """The given one, with what the Trainer decides, which must not contradict it."""
         given = self._given
         try:
             config = dict(given) if isinstance(given, Mapping) else json.loads(Path(given).read_text())

@@ -147,11 +147,7 @@ def _load_generation_config(path: Path, model: nn.Module) -> None:
 
 
 def _check_counts(path: Path) -> None:
-    """Refuse more modules than can be built, which nothing else would end, and tensors larger than any.
-
-    Raises:
-        ConfigError: the message has the key and the value.
-    """
+    """Refuse more modules than can be built, which nothing else would end, and tensors larger than any."""
     try:
         values = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):

@@ -167,11 +167,7 @@ def _started(job: FioJob, passes: int) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 def _facts(child: subprocess.Popen[str], output: Path, job: FioJob, passes: int) -> dict[str, Any]:
-    """Return fio's results of its jobs, once it has ended.
-
-    Raises:
-        ConfigError: it failed; the message has its reason, and on a second line the command.
-    """
+    """Return fio's results of its jobs, once it has ended. An error has the reason, and the command in a second line."""
     _, errors = child.communicate()
     text = output.read_text() if output.exists() else ""
     before, brace, _ = text.partition("{")  # warnings may precede the JSON

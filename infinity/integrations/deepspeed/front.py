@@ -142,11 +142,7 @@ def _made(
 
 
 def _configuration(args: Any, config: Any, config_params: Any) -> Any:
-    """The configuration, wherever it was given; None if it was not.
-
-    Raises:
-        ConfigError: it was given twice.
-    """
+    """The configuration, wherever it was given; None if it was not."""
     of_args = None if isinstance(args, Mapping) else getattr(args, "deepspeed_config", None)
     return _one_of({"config": config, "config_params": config_params, "args.deepspeed_config": of_args})
 
