@@ -67,9 +67,6 @@ def check_codes(path: Path, manifest: Manifest, values: Codes, *, all_of_them: b
 
     Args:
         all_of_them: refuse a checkpoint without codes, which else keep this model's values.
-
-    Raises:
-        CheckpointError: the first one that differs.
     """
     saved = manifest.stored(CODE_FIELD)
     for name in saved.keys() - values.keys():

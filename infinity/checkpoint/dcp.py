@@ -373,11 +373,7 @@ class _Incoming:
         self._held: tuple[str, torch.Tensor] = ("", torch.empty(0, device="cpu"))
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A tensor, whole.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """A tensor, whole."""
         if self._held[0] != key:
             found = self._metadata[key]
             assert isinstance(found, TensorStorageMetadata)

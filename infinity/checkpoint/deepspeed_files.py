@@ -136,11 +136,7 @@ def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> list[str
 
 
 def states_of(optimizer: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """What the optimizer of one rank has saved.
-
-    Raises:
-        CheckpointError: it has saved nothing.
-    """
+    """What the optimizer of one rank has saved; refused if that is nothing."""
     states = optimizer.get("optimizer_state_dict")
     if not isinstance(states, Mapping):
         raise CheckpointError(f"{path} has no optimizer states (`optimizer_state_dict`)")

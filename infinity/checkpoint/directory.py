@@ -65,11 +65,7 @@ def remove(directory: Path, tag: str) -> None:
 
 
 def check_tag(tag: str) -> None:
-    """Refuse a tag that is no plain file name.
-
-    Raises:
-        ConfigError: it is empty, hidden, or leads elsewhere.
-    """
+    """Refuse a tag that is no plain file name: one that is empty, hidden, or leads elsewhere."""
     if not is_file_name(tag) or tag.startswith(".") or tag == _LATEST:
         raise ConfigError(f"checkpoint tag {tag!r} must be a plain directory name")
 

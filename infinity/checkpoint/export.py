@@ -210,11 +210,7 @@ def specs_of(values: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Specs:
 
 
 def check_dtype(dtype: Any) -> None:
-    """Refuse a dtype that weights cannot be rounded to.
-
-    Raises:
-        ConfigError: it is no floating-point dtype of torch.
-    """
+    """Refuse what is no floating-point dtype of torch, to which weights cannot be rounded."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"dtype is {dtype!r}; give a floating-point dtype of torch, such as torch.float32")
 

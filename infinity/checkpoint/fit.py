@@ -33,9 +33,6 @@ def check_fit(
         moments: its moments will be loaded, too.
         strict_model: refuse what another model of the same parameters saved.
         all_weights: refuse one without values for some frozen parameters or codes.
-
-    Raises:
-        CheckpointError: the first thing that differs.
     """
     _check_weights(path, manifest, runtime, all_of_them=all_weights)
     _check_model(path, manifest, run, strict=strict_model)

@@ -56,11 +56,7 @@ class FrozenShards:
         return self._written.done()
 
     def finish(self) -> list[WrittenPart]:
-        """Wait for what is being written, and write the rest; all is on the drive when this returns.
-
-        Raises:
-            OSError: reading or writing failed.
-        """
+        """Wait for what is being written, and write the rest; all is on the drive when this returns."""
         while not self._written.done():
             wait([self._written], _POLL_S)
             self._runtime.ranks.progress()

@@ -42,11 +42,7 @@ def encode(sums: array[int]) -> str:
 
 
 def decode(text: str) -> array[int]:
-    """The inverse of `encode`.
-
-    Raises:
-        ValueError: it is no such text.
-    """
+    """The inverse of `encode`; a ValueError for any other text."""
     sums = array("I")
     sums.frombytes(base64.b64decode(text, validate=True))
     return _little_endian(sums)

@@ -40,11 +40,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Mapping[str, Any], what: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a file whole or not at all; a ConfigError if it cannot be written."""
     text = json.dumps(values, indent=2) + "\n"
     try:
         if path.exists() and not path.is_file():  # /dev/stdout, which a rename would replace
@@ -113,11 +109,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_values(values: Any, path: str = "", level: int = 0) -> None:
-    """Refuse what no key can use and what would break whoever shows it: endless nesting, endless numbers.
-
-    Raises:
-        ConfigError: the message names the key.
-    """
+    """Refuse by its key what no key can use and what would break whoever shows it: endless nesting, endless numbers."""
     if level > _MOST_LEVELS:
         raise ConfigError(f"{path[:80]}... is nested more than {_MOST_LEVELS} levels deep; no key is")
     if isinstance(values, Mapping):

@@ -45,11 +45,7 @@ def parse_size(value: int | float | str) -> int:
 
 
 def named_size(name: str, value: int | str) -> int:
-    """`parse_size` of an argument.
-
-    Raises:
-        ConfigError: not a size.
-    """
+    """`parse_size` of an argument, with a ConfigError that names it."""
     try:
         return parse_size(value)
     except ValueError as error:

@@ -24,11 +24,7 @@ def boolean(value: Any) -> Any:
 
 
 def switch(path: str, value: Any) -> bool:
-    """True or false, as JSON's or as a string.
-
-    Raises:
-        ConfigError: the value at `path` is something else.
-    """
+    """True or false, as JSON's or as a string; a ConfigError that names `path` for anything else."""
     value = boolean(value)
     if isinstance(value, bool):
         return value

@@ -167,7 +167,7 @@ def _started(job: FioJob, passes: int) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 def _facts(child: subprocess.Popen[str], output: Path, job: FioJob, passes: int) -> dict[str, Any]:
-    """Return fio's results of its jobs, once it has ended. An error has the reason, and the command in a second line."""
+    """Return fio's results of its jobs, once it has ended. An error has the reason, and below it the command."""
     _, errors = child.communicate()
     text = output.read_text() if output.exists() else ""
     before, brace, _ = text.partition("{")  # warnings may precede the JSON

@@ -22,11 +22,7 @@ ParamsOrGroups = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
 
 def check_no_states(state_dict: Mapping[str, Any]) -> None:
-    """Check that a `state_dict` has no moments, which would be ignored.
-
-    Raises:
-        ConfigError: it has moments.
-    """
+    """Refuse a `state_dict` that has moments, which would be ignored."""
     states = state_dict.get("state")
     if states:
         raise ConfigError(
@@ -133,11 +129,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return any(group["params"] for group in self.param_groups)
 
     def check_trains(self) -> None:
-        """Check that there are parameters to train.
-
-        Raises:
-            InfinityError: the engine was made without an optimizer.
-        """
+        """Refuse to train with an engine that was made without an optimizer."""
         if not self.trains:
             raise InfinityError(
                 "this engine has no optimizer: it evaluates and generates only. Give initialize an optimizer, or the "

@@ -77,11 +77,7 @@ class DeviceMemory:
         return DeviceLevel(self.total_bytes, self.total_bytes - used_bytes, used_bytes, self._most_bytes)
 
     def compute(self, call: Pass) -> None:
-        """A pass over a batch takes its memory.
-
-        Raises:
-            torch.OutOfMemoryError: there is not as much.
-        """
+        """A pass over a batch takes its memory."""
         self._most_bytes = max(self._most_bytes, self.used_bytes + need_bytes(call))
         if self._most_bytes > self.total_bytes:
             self._most_bytes = self.total_bytes

@@ -92,11 +92,7 @@ class States:
     # Updates #
 
     def begin(self, tile: Tile) -> None:
-        """Have the tile in memory, to be changed.
-
-        Raises:
-            InfinityError: it cannot be read.
-        """
+        """Have the tile in memory, to be changed."""
         self.ring.hold(tile)
         tile.begin_write(_HOST)
 

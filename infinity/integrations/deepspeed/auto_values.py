@@ -27,11 +27,7 @@ def auto_problem(configuration: Any, name: str) -> str:
 
 
 def check_auto(configuration: Any) -> None:
-    """Refuse what accelerate would refuse, as soon as transformers uses it.
-
-    Raises:
-        ConfigError: the message names the key.
-    """
+    """Refuse what accelerate would refuse, as soon as transformers uses it."""
     transformers = sys.modules.get("transformers.integrations.deepspeed")
     if transformers is not None and configuration is not None and configuration is transformers.deepspeed_config():
         problem = auto_problem(configuration, "the configuration")

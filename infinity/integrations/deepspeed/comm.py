@@ -35,11 +35,7 @@ def init_distributed(*args: Any, **more: Any) -> None:
 
 
 def check_initialized(required: bool | None) -> None:
-    """Somebody has initialised `torch.distributed`, where this must not.
-
-    Raises:
-        AssertedConfigError: nobody has.
-    """
+    """Refuse to go on where nobody has initialised `torch.distributed`, and this must not."""
     if required is False and not dist.is_initialized():
         raise AssertedConfigError(
             "dist_init_required is False, but torch.distributed is not initialized: do that first, or leave it out"
@@ -47,11 +43,7 @@ def check_initialized(required: bool | None) -> None:
 
 
 def check_accelerate() -> None:
-    """Refuse ranks that accelerate does not know of: each would train on all samples.
-
-    Raises:
-        ConfigError: the message says how accelerate comes to know.
-    """
+    """Refuse ranks that accelerate does not know of: each would train on all samples."""
     known: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     counts_one = getattr(known, "_shared_state", {}).get("backend", "not counted yet") is None
     size = world_size() if counts_one else 1

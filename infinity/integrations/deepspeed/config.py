@@ -21,11 +21,7 @@ from infinity.zero.ranks import world_size
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
-    """The norm that gradients are clipped to; 0 for none.
-
-    Raises:
-        ConfigError: it is no such number.
-    """
+    """The norm that gradients are clipped to; 0 for none."""
     return load_config({key: param_dict[key] for key in ("gradient_clipping",) if key in param_dict}).gradient_clipping
 
 
@@ -54,11 +50,7 @@ OFF = (
 
 
 class DeepSpeedConfig:
-    """A configuration that is checked as `initialize` checks it.
-
-    Raises:
-        ConfigError: it cannot work, by name.
-    """
+    """A configuration that is checked as `initialize` checks it."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         if mpu is not None or mesh_device is not None:
@@ -107,11 +99,7 @@ class DeepSpeedConfig:
         self.scheduler_params = None if scheduler is None else scheduler.params
 
     def _configure_train_batch_size(self) -> None:
-        """Find those of the three batch sizes that are None from the others.
-
-        Raises:
-            AssertedConfigError: they do not fit together.
-        """
+        """Find those of the three batch sizes that are None from the others, which must fit together."""
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if not given.keys() & set(names[:2]):

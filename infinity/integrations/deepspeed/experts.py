@@ -28,11 +28,7 @@ def has_moe_layers(model: nn.Module) -> tuple[bool, int]:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Iterable[Mapping[str, Any]], max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """The groups as they are: there are no experts to part from them.
-
-    Raises:
-        ConfigError: a parameter is an expert's.
-    """
+    """The groups as they are, in which no parameter may be an expert's: there are none to part from the others."""
     groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
     taken = []
     for group in groups:

@@ -71,11 +71,7 @@ class Maker(Loader):
 
 
 def fill(module: ModuleType, root: str, name: str) -> None:
-    """Put into a module what the table says.
-
-    Raises:
-        ImportError: it is not supported.
-    """
+    """Put into a module what the table says; an ImportError for one that is not supported."""
     row = MODULES[name]
     if row.instead:
         raise ImportError(f"deepspeed.{name} is not supported by infinity: {row.instead}")

@@ -70,11 +70,7 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """What all of them are.
-
-    Raises:
-        ConfigError: they are not the same.
-    """
+    """What all of them are; refused if they are not the same."""
     found = set(items)
     if len(found) != 1:
         raise ConfigError(f"get_only_unique_item: there are {len(found)} different ones in {items}")
@@ -99,11 +95,7 @@ def get_tensor_bytes(item: Any) -> int:
 
 
 def count_used_parameters_in_backward(parameters: Iterable[nn.Parameter]) -> int:
-    """Of these, how many the backward pass that is running will reach.
-
-    Raises:
-        InfinityError: none is.
-    """
+    """Of these, how many the running backward pass will reach; refused outside of one."""
     if torch._C._current_graph_task_id() == -1:
         raise InfinityError("count_used_parameters_in_backward: call it in a hook, while a backward pass is running")
     with torch.enable_grad():

@@ -125,11 +125,7 @@ def get_compile_backend() -> str:
 
 
 def set_compile_backend(backend: str) -> None:
-    """Nothing, where it is that one.
-
-    Raises:
-        ConfigError: it is another.
-    """
+    """Nothing, where it is that one; any other is refused."""
     if backend != get_compile_backend():
         raise ConfigError(f"set_compile_backend({backend!r}): name the backend where you call torch.compile")
 

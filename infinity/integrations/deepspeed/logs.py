@@ -64,11 +64,7 @@ def memory_line() -> str:
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
-    """Torch is at least, and at most, of these versions.
-
-    Raises:
-        ConfigError: neither is given.
-    """
+    """Torch is at least, and at most, of these versions, of which one must be given."""
     if min_version is None and max_version is None:
         raise ConfigError("required_torch_version: give min_version, max_version or both")
     own = _version(torch.__version__)

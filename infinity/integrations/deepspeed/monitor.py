@@ -28,9 +28,5 @@ class MonitorMaster(Monitor):
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorConfig:
-    """The monitors of a configuration, of which the rest is not looked at.
-
-    Raises:
-        ConfigError: a key or value that cannot work, by name.
-    """
+    """The monitors of a configuration, of which the rest is not looked at."""
     return load_config({key: param_dict[key] for key in _SECTIONS if key in param_dict}).monitors

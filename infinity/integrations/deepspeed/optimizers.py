@@ -288,11 +288,7 @@ def _check_bucket(config: Config) -> None:
 
 
 def optimizer_class(config: Config) -> type[TieredOptimizer]:
-    """The class of the optimizer that a configuration asks for.
-
-    Raises:
-        AssertedConfigError: DeepSpeed has no such one.
-    """
+    """The class of the optimizer that a configuration asks for."""
     stage = config.zero.stage
     _check_bucket(config)
     if stage >= 2:

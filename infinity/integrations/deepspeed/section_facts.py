@@ -124,19 +124,11 @@ class SectionFacts:
     get_model_parallel_rank = get_tensor_parallel_rank
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Nothing, where it is the configuration's.
-
-        Raises:
-            ConfigError: it is another one.
-        """
+        """Nothing, where it is the configuration's; any other is refused."""
         self._keep("train_micro_batch_size_per_gpu", self.config.micro_batch_size, micro_batch_size)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """The same.
-
-        Raises:
-            ConfigError: it is another one.
-        """
+        """The same."""
         self._keep("train_batch_size", self.config.train_batch_size, train_batch_size)
 
     def _keep(self, key: str, has: int, wanted: int) -> None:

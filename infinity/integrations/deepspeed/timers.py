@@ -32,22 +32,14 @@ class SynchronizedWallClockTimer:
             self._times_s: list[float] = []
 
         def start(self) -> None:
-            """Let it run.
-
-            Raises:
-                AssertionError: it does.
-            """
+            """Let it run; an AssertionError if it runs already."""
             if self.started_:
                 raise AssertionError(f"{self.name_} timer has already been started: stop() it first")
             get_accelerator().synchronize()
             self._began_s, self.started_ = time.perf_counter(), True
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            """Keep the time since `start`; alone, if `reset`. All are kept, so `record` changes nothing.
-
-            Raises:
-                AssertionError: it does not run.
-            """
+            """Keep the time since `start`; alone, if `reset`. All are kept, so `record` changes nothing."""
             if not self.started_:
                 raise AssertionError(f"{self.name_} timer is not started: start() it first")
             get_accelerator().synchronize()

@@ -54,11 +54,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load the float32 weights of a checkpoint into a model, which becomes float32 unless an engine has it.
-
-    Raises:
-        CheckpointError: it is no checkpoint of this model.
-    """
+    """Load the float32 weights of a checkpoint into its model, which becomes float32 unless an engine has it."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if all(owner_of(param) is None for param in model.parameters()):
         model.float()
