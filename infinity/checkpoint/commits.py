@@ -22,19 +22,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from torch import nn
-
 from infinity.checkpoint.codes import CodeSums
-from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra, unpacked
+from infinity.checkpoint.extra import Parts, TrainingState, unpacked
 from infinity.checkpoint.save import serialise
 from infinity.errors import CheckpointError, InfinityError, RankError
 from infinity.io import IoFuture
 from infinity.io.threads import start_thread
-from infinity.optim.optimizer import TieredOptimizer
 from infinity.tiers.records import Generation
 from infinity.tiers.run_files import RunFiles
 from infinity.zero.build import Runtime
-from infinity.zero.step import Step
 from infinity.zero.step_counter import Counts
 
 ClientState = Callable[[], Mapping[str, Any]]
@@ -76,16 +72,13 @@ class Commits:
         checkpoints_of: name under which the run saves checkpoints.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: TieredOptimizer, runtime: Runtime, step: Step, run: RunFiles
-    ) -> None:
+    def __init__(self, training: TrainingState, runtime: Runtime, run: RunFiles) -> None:
         self.client_state: ClientState = dict
-        self._model = model
-        self._optimizer = optimizer
+        self._training = training
         self._runtime = runtime
-        self._step = step
+        self._step = training.step
         self._run = run
-        self._code_sums = CodeSums(model)
+        self._code_sums = CodeSums(training.module)
         self._slots = runtime.swap.slots
         self._due: _Due | None = None
         self._not_noted: Exception | None = None
@@ -144,8 +137,7 @@ class Commits:
 
     def _note(self) -> _Due:
         step = self._step
-        loss_scale, client = step.losses.loss_scale, dict(self.client_state())
-        extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, loss_scale, client)
+        extra = self._training.collect(self.client_state())
         extra["code_sums"] = self._code_sums.now()
         state = {"counters": asdict(step.counter.counts), "steps": dict(step.updates.steps), "time_s": time.time()}
         return _Due(state, serialise(extra))
@@ -257,7 +249,7 @@ class Commits:
 
         def check() -> None:
             extra.update(unpacked(generation.extra, f"the schedule and counters of the step in {path}"))
-            check_extra(path, extra, self._model, self._optimizer, step.lr_scheduler, Parts())
+            self._training.check(path, extra, Parts())
             self._check_codes(path, extra.get("code_sums", {}))
 
         ranks.each(check, "resuming: what came with the step")
@@ -267,8 +259,7 @@ class Commits:
             self._runtime.show_newest()
             step.updates.steps = dict(generation.state["steps"])
             step.counter.resume(Counts(**generation.state["counters"]))
-            loss_scale = step.losses.loss_scale
-            apply_extra(path, 0, extra, self._model, self._optimizer, step.lr_scheduler, loss_scale, Parts())
+            self._training.apply(path, 0, extra, Parts())
         except BaseException as error:
             step.fail(error)  # values of two runs may be mixed
             raise

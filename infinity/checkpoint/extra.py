@@ -17,9 +17,9 @@ from torch import nn
 from infinity.checkpoint.files import brief, read_plain
 from infinity.checkpoint.format import EXTRA, Manifest
 from infinity.errors import CheckpointError, InfinityError
-from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.tiers import accelerator
+from infinity.zero.step import Step
 
 _log = logging.getLogger(__name__)
 
@@ -39,23 +39,85 @@ class Parts:
     progress: bool = True
 
 
-def collect_extra(
-    module: nn.Module,
-    optimizer: TieredOptimizer,
-    lr_scheduler: Any | None,
-    loss_scale: LossScale,
-    client_state: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What `apply_extra` needs to go on, as tensors and plain values."""
-    return {
-        "optimizer": optimizer.state_dict(),
-        "lr_scheduler": None if lr_scheduler is None else _schedule_state(lr_scheduler),
-        "loss_scale": loss_scale.state_dict(),
-        "rng": _rng_states(),
-        "buffers": persistent_buffers(module),
-        "tied": tied_names(module),
-        "client_state": dict(client_state),
-    }
+@dataclass(frozen=True)
+class TrainingState:
+    """What a training has beside tensors of its tiers: collected for a checkpoint, and set from one."""
+
+    module: nn.Module
+    optimizer: TieredOptimizer
+    step: Step
+
+    def collect(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        """What `apply` needs to go on, as tensors and plain values."""
+        lr_scheduler = self.step.lr_scheduler
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "lr_scheduler": None if lr_scheduler is None else _schedule_state(lr_scheduler),
+            "loss_scale": self.step.losses.loss_scale.state_dict(),
+            "rng": _rng_states(),
+            "buffers": persistent_buffers(self.module),
+            "tied": tied_names(self.module),
+            "client_state": dict(client_state),
+        }
+
+    def check(self, path: Path, extra: Mapping[str, Any], parts: Parts) -> None:
+        """See that `apply` will work; nothing is changed.
+
+        Args:
+            path: of the checkpoint, for messages.
+
+        Raises:
+            CheckpointError: something is missing or does not fit this run.
+        """
+        for key in ("optimizer", "loss_scale", "rng", "buffers", "client_state"):
+            if not isinstance(extra.get(key), dict) and not _is_imported(key, extra):
+                raise CheckpointError(f"{path} has no `{key}`: it was not saved by engine.save_checkpoint")
+        if parts.progress:
+            _check_loss_scale(path, extra["loss_scale"])
+        if parts.optimizer and not _has_no_groups(extra):
+            _check_groups(path, extra["optimizer"].get("param_groups"), self.optimizer)
+        if parts.lr_scheduler:
+            _check_schedule(path, extra.get("lr_scheduler"), self.step.lr_scheduler)
+        _check_buffers(path, extra["buffers"], self.module)
+        of_ranks = extra.get("rng_of_ranks", [])
+        of_first = [] if _is_imported("rng", extra) else [extra["rng"]]
+        for states in (*of_first, *(of_ranks if isinstance(of_ranks, list) else [None])):
+            state = states.get("torch") if isinstance(states, dict) else None
+            here = torch.get_rng_state()
+            if not isinstance(state, torch.Tensor) or (state.shape, state.dtype) != (here.shape, here.dtype):
+                raise CheckpointError(f"{path} has no random state that this version of torch takes")
+
+    def apply(self, path: Path, rank: int, extra: Mapping[str, Any], parts: Parts) -> None:
+        """Set what `collect` collected; `check` has passed.
+
+        Args:
+            path: of the checkpoint, for messages.
+
+        Raises:
+            CheckpointError: a value is none that this run takes. Others may have been set by then.
+        """
+        lr_scheduler = self.step.lr_scheduler
+        try:
+            if parts.optimizer and not _has_no_groups(extra):
+                self.optimizer.load_groups(extra["optimizer"])
+            if parts.lr_scheduler and lr_scheduler is not None and extra["lr_scheduler"] is not None:
+                lr_scheduler.load_state_dict(extra["lr_scheduler"])
+            with torch.no_grad():
+                for name, value in extra["buffers"].items():
+                    self.module.get_buffer(name).copy_(value)  # in the dtype that this run keeps it in
+            if parts.progress:
+                self.step.losses.loss_scale.load_state_dict(extra["loss_scale"])
+                states = extra.get("rng_of_ranks", [])
+                of_this_rank = states[rank] if rank < len(states) else extra["rng"]
+                if of_this_rank is not None:
+                    _set_rng_states(of_this_rank)
+        except InfinityError:
+            raise
+        except Exception as error:  # whatever a schedule or torch makes of values of another kind
+            raise CheckpointError(
+                f"{path}: its schedule, buffers, loss scale or random state does not fit this run: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
@@ -81,7 +143,7 @@ def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def unpacked(content: bytes, what: str) -> dict[str, Any]:
-    """What `collect_extra` has collected, from its bytes.
+    """What `TrainingState.collect` has collected, from its bytes.
 
     Args:
         what: these are, for messages.
@@ -96,82 +158,6 @@ def unpacked(content: bytes, what: str) -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise CheckpointError(f"{what} is damaged: it holds a {type(extra).__name__}")
     return extra
-
-
-def check_extra(
-    path: Path,
-    extra: Mapping[str, Any],
-    module: nn.Module,
-    optimizer: TieredOptimizer,
-    lr_scheduler: Any | None,
-    parts: Parts,
-) -> None:
-    """See that `apply_extra` will work; nothing is changed.
-
-    Args:
-        path: of the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: something is missing or does not fit this run.
-    """
-    for key in ("optimizer", "loss_scale", "rng", "buffers", "client_state"):
-        if not isinstance(extra.get(key), dict) and not _is_imported(key, extra):
-            raise CheckpointError(f"{path} has no `{key}`: it was not saved by engine.save_checkpoint")
-    if parts.progress:
-        _check_loss_scale(path, extra["loss_scale"])
-    if parts.optimizer and not _has_no_groups(extra):
-        _check_groups(path, extra["optimizer"].get("param_groups"), optimizer)
-    if parts.lr_scheduler:
-        _check_schedule(path, extra.get("lr_scheduler"), lr_scheduler)
-    _check_buffers(path, extra["buffers"], module)
-    of_ranks = extra.get("rng_of_ranks", [])
-    of_first = [] if _is_imported("rng", extra) else [extra["rng"]]
-    for states in (*of_first, *(of_ranks if isinstance(of_ranks, list) else [None])):
-        state = states.get("torch") if isinstance(states, dict) else None
-        here = torch.get_rng_state()
-        if not isinstance(state, torch.Tensor) or (state.shape, state.dtype) != (here.shape, here.dtype):
-            raise CheckpointError(f"{path} has no random state that this version of torch takes")
-
-
-def apply_extra(
-    path: Path,
-    rank: int,
-    extra: Mapping[str, Any],
-    module: nn.Module,
-    optimizer: TieredOptimizer,
-    lr_scheduler: Any | None,
-    loss_scale: LossScale,
-    parts: Parts,
-) -> None:
-    """Set what `collect_extra` collected; `check_extra` has passed.
-
-    Args:
-        path: of the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: a value is none that this run takes. Others may have been set by then.
-    """
-    try:
-        if parts.optimizer and not _has_no_groups(extra):
-            optimizer.load_groups(extra["optimizer"])
-        if parts.lr_scheduler and lr_scheduler is not None and extra["lr_scheduler"] is not None:
-            lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        with torch.no_grad():
-            for name, value in extra["buffers"].items():
-                module.get_buffer(name).copy_(value)  # in the dtype that this run keeps it in
-        if parts.progress:
-            loss_scale.load_state_dict(extra["loss_scale"])
-            states = extra.get("rng_of_ranks", [])
-            of_this_rank = states[rank] if rank < len(states) else extra["rng"]
-            if of_this_rank is not None:
-                _set_rng_states(of_this_rank)
-    except InfinityError:
-        raise
-    except Exception as error:  # whatever a schedule or torch makes of values of another kind
-        raise CheckpointError(
-            f"{path}: its schedule, buffers, loss scale or random state does not fit this run: {type(error).__name__}: "
-            f"{error}"
-        ) from error
 
 
 def _is_imported(key: str, extra: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from infinity.checkpoint.background import BackgroundSave
 from infinity.checkpoint.codes import codes_of
 from infinity.checkpoint.commits import ClientState, Commits
 from infinity.checkpoint.export import export_16bit
-from infinity.checkpoint.extra import Parts, apply_extra, check_extra, collect_extra
+from infinity.checkpoint.extra import Parts, TrainingState
 from infinity.checkpoint.identity import model_identity, unchanged
 from infinity.checkpoint.load import Loaded, load_tensors, open_checkpoint
 from infinity.checkpoint.runs import Run
@@ -38,12 +38,12 @@ class Session:
 
     def __init__(self, model: nn.Module, optimizer: TieredOptimizer, runtime: Runtime, step: Step) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._training = TrainingState(model, optimizer, step)
         self._runtime = runtime
         self._step = step
         self._run = Run(model)
         run = runtime.swap.run
-        self.commits = None if run is None else Commits(model, optimizer, runtime, step, run)
+        self.commits = None if run is None else Commits(self._training, runtime, run)
         step.keeper = self.commits
         self._background: BackgroundSave | None = None
         self._background_error: InfinityError | None = None  # of one that ended in step(), and nobody has seen it
@@ -61,7 +61,7 @@ class Session:
         directory = _named("save_checkpoint", directory)
         self._begin("save_checkpoint")
         step, ranks, runtime = self._step, self._runtime.ranks, self._runtime
-        extra = collect_extra(self._model, self._optimizer, step.lr_scheduler, step.losses.loss_scale, client_state)
+        extra = self._training.collect(client_state)
         tag = tag or f"global_step{step.counter.counts.global_steps}"
         of_ranks = ranks.of_all((extra["rng"], tag))
         extra["rng_of_ranks"] = [states for states, _ in of_ranks]
@@ -136,7 +136,6 @@ class Session:
         if self.commits is not None:
             self.commits.check_resumed("engine.load_checkpoint()")
         self._begin("load_checkpoint")
-        scheduler = self._step.lr_scheduler
         opened = open_checkpoint(
             self._of_this_part(directory),
             tag,
@@ -146,7 +145,7 @@ class Session:
             moments=parts.optimizer,
             strict_model=strict_model,
             all_weights=all_weights,
-            check=lambda path, extra: check_extra(path, extra, self._model, self._optimizer, scheduler, parts),
+            check=lambda path, extra: self._training.check(path, extra, parts),
         )
         if opened is None:
             return None, None
@@ -167,16 +166,7 @@ class Session:
         if parts.progress:
             step.counter.resume(Counts(**opened.manifest.counters))
             self._run.id = opened.manifest.run or self._run.id
-        apply_extra(
-            opened.path,
-            runtime.ranks.rank,
-            opened.extra,
-            self._model,
-            self._optimizer,
-            step.lr_scheduler,
-            step.losses.loss_scale,
-            parts,
-        )
+        self._training.apply(opened.path, runtime.ranks.rank, opened.extra, parts)
 
     def export(
         self,

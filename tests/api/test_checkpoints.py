@@ -94,7 +94,7 @@ def test_ctrl_c_while_a_checkpoint_is_taken_over_stops_the_engine(tmp_path, monk
 
     saved = save(tmp_path)
     with engine_of(seed=5) as engine:
-        monkeypatch.setattr("infinity.checkpoint.session.apply_extra", interrupt)
+        monkeypatch.setattr("infinity.checkpoint.extra.TrainingState.apply", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.load_checkpoint(saved.parent)
         assert_stopped(engine, tmp_path)
@@ -102,7 +102,7 @@ def test_ctrl_c_while_a_checkpoint_is_taken_over_stops_the_engine(tmp_path, monk
 
 def after_check(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
     """Do something when a checkpoint has been checked, before it is read."""
-    monkeypatch.setattr("infinity.checkpoint.session.check_extra", lambda *args: action())
+    monkeypatch.setattr("infinity.checkpoint.extra.TrainingState.check", lambda *args: action())
 
 
 def assert_stopped(engine: infinity.Engine, directory: Path) -> None:
