@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.integrations.deepspeed import activation_checkpointing, comm, data, values
+from infinity.integrations.deepspeed import activation_checkpointing, comm, helpers, values
 from infinity.integrations.deepspeed.accelerator import get_accelerator
 from infinity.integrations.deepspeed.config import DeepSpeedConfig
 from infinity.integrations.deepspeed.engine import DeepSpeedEngine, initialize
@@ -297,11 +297,11 @@ def test_helpers(caplog) -> None:
     assert comm.ReduceOp is dist.ReduceOp
     with pytest.raises(AttributeError, match=r"torch\.distributed has none"):
         comm.nothing  # noqa: B018
-    loader = data.RepeatingLoader([1, 2])
+    loader = helpers.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
     view = torch.arange(10.0)[2:4]
     point = namedtuple("point", "x y")(view, 3)
-    copied = data.clone_tensors_for_torch_save({"a": [view], "b": (3, "text"), "c": point})
+    copied = helpers.clone_tensors_for_torch_save({"a": [view], "b": (3, "text"), "c": point})
     assert copied["b"] == (3, "text")
     assert type(copied["c"]) is tuple  # as in DeepSpeed
     assert copied["a"][0].untyped_storage().nbytes() == 8

@@ -178,7 +178,7 @@ MODULES: Mapping[str, Module] = {
     ),
     "checkpoint.deepspeed_checkpoint": _module(_CHECKPOINT),
     "checkpoint.utils": _module(
-        _of(".data", "clone_tensors_for_torch_save"), _refused_functions("get_model_ckpt_name_for_rank")
+        _of(".helpers", "clone_tensors_for_torch_save"), _refused_functions("get_model_ckpt_name_for_rank")
     ),
     "checkpointing": _module(_CHECKPOINTING),
     "comm": _COMM._replace(is_package=True),
@@ -265,7 +265,7 @@ MODULES: Mapping[str, Module] = {
         )
     ),
     "runtime.data_pipeline": _unsupported("give training_data an order of its own"),
-    "runtime.dataloader": _module(_of(".data", "RepeatingLoader"), _refused_classes("DeepSpeedDataLoader")),
+    "runtime.dataloader": _module(_of(".helpers", "RepeatingLoader"), _refused_classes("DeepSpeedDataLoader")),
     "runtime.engine": _module(
         _of(".engine", "DeepSpeedEngine"),
         _of(".optimizers", "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable"),
@@ -382,7 +382,7 @@ MODULES: Mapping[str, Module] = {
     ),
     "runtime.zero.stage_1_and_2": _module(
         _of(".optimizers", "DeepSpeedZeroOptimizer"),
-        _of(".data", "split_half_float_double"),
+        _of(".helpers", "split_half_float_double"),
         _of(
             ".estimates",
             """
@@ -400,7 +400,7 @@ MODULES: Mapping[str, Module] = {
     "utils": _package(
         _LOGS,
         _of(".logs", "set_log_level_from_string"),
-        _of(".data", "RepeatingLoader"),
+        _of(".helpers", "RepeatingLoader"),
         _of("/utils.nvtx", "instrument_w_nvtx"),
         _of(".timers", "SynchronizedWallClockTimer"),
         _FULL_VALUES,
