@@ -29,6 +29,15 @@ class _Found:
     runtime: Runtime
     place: Place
 
+    @property
+    def parts(self) -> list[ParamPart]:
+        """This rank's parts of the parameter."""
+        return list(self.runtime.partition.parts(self.place.unit, of=self.place.info))
+
+    def zeros(self) -> torch.Tensor:
+        """A flat tensor for the values of all ranks."""
+        return torch.zeros(self.place.info.numel, dtype=torch.float32, device="cpu")
+
     def whole(self, mine: torch.Tensor) -> torch.Tensor:
         """Every rank's part of a flat tensor, of which each has filled in its own; in the parameter's shape."""
         runtime, unit = self.runtime, self.place.unit
@@ -40,20 +49,17 @@ class _Found:
 
     def local(self, mine: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor; all of it where states are not divided."""
-        unit = self.place.unit
-        parts = self.runtime.partition.parts(unit, of=self.place.info)
-        device = self.runtime.row(unit).params.tensor.device
-        return torch.cat([mine[part.param] for part in parts] or [mine[:0]]).to(device)
+        device = self.runtime.row(self.place.unit).params.tensor.device
+        return torch.cat([mine[part.param] for part in self.parts] or [mine[:0]]).to(device)
 
     def spread(self, value: torch.Tensor) -> torch.Tensor:
         """The inverse of `local`; of several ranks that have the same part, the first one's counts."""
-        parts = list(self.runtime.partition.parts(self.place.unit, of=self.place.info))
-        numels = [part.stop - part.start for part in parts]
+        numels = [part.stop - part.start for part in self.parts]
         if sum(numels) != value.numel():
             name = self.place.info.name
             raise ConfigError(f"`{name}`: this rank's part has {sum(numels)} elements, not {value.numel()}")
-        mine = torch.zeros(self.place.info.numel, dtype=torch.float32, device="cpu")
-        for part, own in zip(parts, value.reshape(-1).split(numels), strict=True):
+        mine = self.zeros()
+        for part, own in zip(self.parts, value.reshape(-1).split(numels), strict=True):
             mine[part.param] = own.float().cpu()
             if self.runtime.sizing.rules.params.gathers:
                 self.runtime.groups.replicas.broadcast(mine[part.param])
@@ -63,12 +69,19 @@ class _Found:
 Whole = Callable[[_Found, torch.Tensor], torch.Tensor]
 
 
-def _find(param: nn.Parameter, what: str, *, stores: bool) -> _Found | None:
+def _owner(param: nn.Parameter) -> tuple[Engine, Place] | None:
     found = owner_of(param)
     if found is None:
         return None
-    engine, place = found
-    assert isinstance(engine, Engine)
+    assert isinstance(found[0], Engine)
+    return found[0], found[1]
+
+
+def _find(param: nn.Parameter, what: str, *, stores: bool) -> _Found | None:
+    owner = _owner(param)
+    if owner is None:
+        return None
+    engine, place = owner
     runtime = engine.begin_gathering(what, stores=stores)
     if stores and engine.lends(place):
         raise InfinityError(
@@ -103,13 +116,13 @@ def _master(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
 def _float32(found: _Found) -> torch.Tensor:
     """This rank's part of the master, or of the values of a parameter that is not trained, in a flat tensor."""
     runtime, place = found.runtime, found.place
-    mine = torch.zeros(place.info.numel, dtype=torch.float32, device="cpu")
+    mine = found.zeros()
     with runtime.executor.resident(runtime.row(place.unit)) as flat:
         if place.info.trainable:
             for part, states in _parts(found, writable=False):
                 mine[part.param] = read_master(runtime.layout, flat[part.shard], states)
         else:
-            for part in runtime.partition.parts(place.unit, of=place.info):
+            for part in found.parts:
                 mine[part.param] = flat[part.shard].float()
     return mine
 
@@ -128,9 +141,8 @@ def local_values(param: nn.Parameter) -> torch.Tensor | None:
     found = _find(param, "param.ds_tensor", stores=False)
     if found is None:
         return None
-    parts = found.runtime.partition.parts(found.place.unit, of=found.place.info)
     with found.runtime.executor.resident(found.runtime.row(found.place.unit)) as flat:
-        return torch.cat([flat[part.shard] for part in parts] or [flat[:0]]).clone()
+        return torch.cat([flat[part.shard] for part in found.parts] or [flat[:0]]).clone()
 
 
 def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.Tensor]) -> None:
@@ -144,7 +156,7 @@ def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.T
             for part, states in _parts(found, writable=True):
                 write_master(runtime.layout, values[part.param], flat[part.shard], states)
         else:
-            for part in runtime.partition.parts(place.unit, of=place.info):
+            for part in found.parts:
                 flat[part.shard].copy_(values[part.param])
     runtime.show_newest()
 
@@ -197,7 +209,7 @@ def _moment(param: nn.Parameter, key: str, what: str, give: Whole) -> torch.Tens
     if found is None or not found.place.info.trainable:
         return None
     layout, name = found.runtime.layout, _moment_name(found, key)
-    mine = torch.zeros(found.place.info.numel, dtype=torch.float32, device="cpu")
+    mine = found.zeros()
     for part, states in _parts(found, writable=False):
         moment = layout.moment(states, name)
         assert moment is not None
@@ -243,51 +255,37 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 # Gradients #
 
 
-def _held(param: nn.Parameter, what: str) -> tuple[_Found, torch.Tensor] | None:
-    """This rank's part of the gradients of the parameter's unit; None if the parameter has none."""
-    owner = owner_of(param)
-    if owner is None:
-        return None
-    engine, place = owner
-    assert isinstance(engine, Engine)
-    held = engine.held_gradients(place, what)
-    return None if held is None else (_Found(engine, engine.begin_gathering(what, stores=False), place), held)
-
-
 def _gradient(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
-    owner = owner_of(param)
+    owner = _owner(param)
     if owner is None:
         return None
     engine, place = owner
-    assert isinstance(engine, Engine)
-    if engine.gradients_wait(what):
-        flat = engine.waiting_gradient(place)
-        if flat is None:
-            return None
-        found = _Found(engine, engine.begin_gathering(what, stores=False), place)
-        flat = flat / engine.optimizer.loss_scaler.value
-        return found.local(flat) if give is _Found.local else flat.view(place.info.shape)
-    held = _held(param, what)
-    if held is None:
+    waits = engine.gradients_wait(what)
+    flat = engine.waiting_gradient(place) if waits else engine.held_gradients(place, what)
+    if flat is None:
         return None
-    found, buffer = held
-    mine = torch.zeros(found.place.info.numel, dtype=torch.float32, device="cpu")
-    for part in found.runtime.partition.parts(found.place.unit, of=found.place.info):
-        mine[part.param] = buffer[part.shard].float() / found.engine.optimizer.loss_scaler.value
+    found, scale = _Found(engine, engine.begin_gathering(what, stores=False), place), engine.optimizer.loss_scaler.value
+    if waits:  # it is the whole gradient
+        return found.local(flat / scale) if give is _Found.local else (flat / scale).view(place.info.shape)
+    mine = found.zeros()
+    for part in found.parts:
+        mine[part.param] = flat[part.shard].float() / scale
     return give(found, mine)
 
 
 def _set_gradient(param: nn.Parameter, what: str, take: Callable[[_Found], torch.Tensor]) -> None:
-    held = _held(param, what)
-    if held is None:
-        if owner_of(param) is not None:
-            raise InfinityError(f"{what}: the parameter has no gradient; call it between backward and step()")
+    owner = _owner(param)
+    if owner is None:
         return
-    found, buffer = held
+    engine, place = owner
+    held = engine.held_gradients(place, what)
+    if held is None:
+        raise InfinityError(f"{what}: the parameter has no gradient; call it between backward and step()")
+    found = _Found(engine, engine.begin_gathering(what, stores=False), place)
     values = take(found)
-    for part in found.runtime.partition.parts(found.place.unit, of=found.place.info):
-        buffer[part.shard] = (values[part.param] * found.engine.optimizer.loss_scaler.value).to(buffer.dtype)
-    found.engine.gradients_changed(found.place)
+    for part in found.parts:
+        held[part.shard] = (values[part.param] * engine.optimizer.loss_scaler.value).to(held.dtype)
+    engine.gradients_changed(place)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
