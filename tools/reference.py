@@ -109,7 +109,7 @@ def _markdown(doc: str) -> str:
     for line in doc.split("\n"):
         if section := _SECTION.match(line):
             lines += [f"{_NAMES.get(section[1], section[1])}:{section[2]}", ""]
-        elif within and (item := re.match(r"    ([\w*, ]+): (.*)$", line)):
+        elif within and (item := re.match(r"    ([\w*][\w*, ]*): (.*)$", line)):
             lines.append(f"- `{item[1]}`: {item[2]}")
         else:
             lines.append(line.removeprefix("    ") if within else line)
