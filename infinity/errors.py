@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class InfinityError(Exception):
-    """Base of every error that infinity raises on purpose; its message tells the next step."""
+    """Base of every error that infinity raises on purpose; its message says what to do."""
 
 
 class ConfigError(InfinityError, ValueError):

@@ -51,7 +51,7 @@ def convert(
     ranks: int = 1,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a checkpoint again as so many ranks write it, in another state format if one is given, in bounded memory.
+    """Rewrite a checkpoint as that number of ranks writes it, or in another state format, in bounded memory.
 
     Masters stay exact, and so do moments that both formats keep in one dtype; others are rounded as the format
     rounds them, with random bits that depend on the parameter and the position alone.
@@ -60,8 +60,8 @@ def convert(
         source: a checkpoint, or a directory of checkpoints, of which the one that was saved last is taken.
         target: a directory of checkpoints; the new one gets the same tag there and is loaded by default. It may be the
             source's: the new checkpoint then takes the place of the old one when it is whole, and nothing else changes.
-        state_format: `fp32`, `split`, `master`, `bf16` or `int8`; None for the one that it has.
-        ranks: whose shards are written, as they have them at the stages 1 to 3; one by default.
+        state_format: `fp32`, `split`, `master`, `bf16` or `int8`; None for the source's.
+        ranks: number of ranks, whose shards at stages 1 to 3 are written.
         progress: called after every piece.
 
     Returns:

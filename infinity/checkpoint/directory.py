@@ -26,10 +26,10 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOLCK
 
 
 def latest_tag(directory: Path) -> str | None:
-    """Tag of the checkpoint that was saved last; None if there is none.
+    """Return the tag of the checkpoint that was saved last; None if there is none.
 
     Raises:
-        CheckpointError: the file that says so is damaged.
+        CheckpointError: the file `latest` is damaged.
     """
     path = directory / _LATEST
     try:

@@ -26,12 +26,26 @@ _LEAST_BYTES = 16  # per parameter: fp32 p, g, m, v of the bare loop
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("bench-adam", help="measure the CPU optimizer beside torch's and DeepSpeed's")
-    parser.add_argument("--size", type=_count, nargs="+", default=[100_000_000], help="parameters (default 100M)")
+    parser = subparsers.add_parser(
+        "bench-adam", help="measure the CPU optimizer, and compare it with torch's and DeepSpeed's"
+    )
+    parser.add_argument(
+        "--size", type=_count, nargs="+", default=[100_000_000], help="numbers of parameters (default 100M)"
+    )
     parser.add_argument("--format", nargs="+", default=["fp32", "split"], help="state formats (default fp32 split)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[os.cpu_count() or 1], help="default: all cores")
-    parser.add_argument("--peer", nargs="*", choices=sorted(_PEERS), default=["torch-fused"])
-    parser.add_argument("--peer-python", type=program_argument, help="interpreter of an environment that has DeepSpeed")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[os.cpu_count() or 1], help="numbers of threads (default: all cores)"
+    )
+    parser.add_argument(
+        "--peer",
+        nargs="*",
+        choices=sorted(_PEERS),
+        default=["torch-fused"],
+        help="optimizers to compare with (default torch-fused)",
+    )
+    parser.add_argument(
+        "--peer-python", type=program_argument, help="interpreter of an environment with DeepSpeed, to compare with"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="measured steps of each (default 15)")
     parser.add_argument("--json", action="store_true", help="one JSON line a result on standard output")
     parser.add_argument("--plot", type=path_argument, help="also draw the rates into this image file")

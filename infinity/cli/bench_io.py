@@ -23,8 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the command."""
     parser = subparsers.add_parser(
         "bench-io",
-        help="measure the disk through the I/O engine",
-        description="Without an option, block size, queue depth, threads, backend and O_DIRECT are those of training.",
+        help="measure a drive as training uses it",
+        description="Block size, queue depth, threads, backend and O_DIRECT are by default those of training.",
     )
     what = parser.add_argument_group("what is measured")
     what.add_argument(
@@ -40,9 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what.add_argument(
         "--runtime",
         type=float,
-        help="seconds of a run, in whole passes (default: one pass; beside fio 3, of a sweep's measurement 0.5)",
+        help="seconds of a run, in whole passes (default: one pass; 3 with --compare-fio, 0.5 with --sweep)",
     )
-    what.add_argument("--verify", action="store_true", help="then write once more, read all of it back and compare")
+    what.add_argument("--verify", action="store_true", help="at the end, write once more, read back and compare")
     what.add_argument(
         "--max-write", type=size_argument, help="write no more bytes than this (default for --sweep 64GiB)"
     )
@@ -50,22 +50,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     how.add_argument("--config", type=path_argument, help="take settings and paths from this configuration (JSON)")
     how.add_argument("--block-size", type=size_argument, help="bytes of one system call (training's default 1MiB)")
     how.add_argument("--queue-depth", type=int, help="blocks in flight (training's default 32)")
-    how.add_argument("--threads", type=int, help="number of threads of the backend `threads`")
+    how.add_argument("--threads", type=int, help="threads of the backends `threads` and `aiofiles`")
     how.add_argument("--backend", help="auto, io_uring, threads or aiofiles")
     how.add_argument("--sqpoll", action="store_true", help="io_uring: a kernel thread takes the requests")
     how.add_argument("--iopoll", action="store_true", help="io_uring: poll the drive instead of interrupts")
-    how.add_argument("--buffered", action="store_true", help="through the page cache, without O_DIRECT")
+    how.add_argument("--buffered", action="store_true", help="use the page cache, without O_DIRECT")
     how.add_argument(
-        "--pages", choices=("huge", "small"), help="of the memory (default huge; beside fio small where it has none)"
+        "--pages",
+        choices=("huge", "small"),
+        help="pages of the buffers (default huge; beside fio only if it has them, too)",
     )
-    fio = parser.add_argument_group("beside fio")
-    fio.add_argument("--compare-fio", action="store_true", help="run fio in turn with us: same file, bytes and memory")
-    fio.add_argument("--fio-engine", choices=("io_uring", "libaio", "psync"), help="default: our backend's counterpart")
-    sweep = parser.add_argument_group("to find the best setting")
+    fio = parser.add_argument_group("comparison with fio")
+    fio.add_argument("--compare-fio", action="store_true", help="run fio in turn: same file, bytes and memory")
+    fio.add_argument("--fio-engine", choices=("io_uring", "libaio", "psync"), help="default: the backend's counterpart")
+    sweep = parser.add_argument_group("search for the best setting")
     sweep.add_argument("--sweep", action="store_true", help="measure block sizes and queue depths")
-    sweep.add_argument("--resume", type=path_argument, help="keep what is measured in this file, and go on from there")
+    sweep.add_argument("--resume", type=path_argument, help="store all measurements in this file, and continue from it")
     sweep.add_argument("--plot", type=path_argument, help="draw bandwidth against block size and depth (PNG)")
-    sweep.add_argument("--write-config", type=path_argument, help="put the best setting into this JSON file")
+    sweep.add_argument("--write-config", type=path_argument, help="write the best setting to this JSON file")
     parser.add_argument("--json", action="store_true", help="one JSON line a result on standard output")
     parser.set_defaults(run=run)
 

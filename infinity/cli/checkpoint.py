@@ -19,7 +19,7 @@ from infinity.config import format_size
 if TYPE_CHECKING:
     from torch import nn
 
-_FORMAT_HELP = "dcp: with the optimizer's states, in float32, as torch.distributed.checkpoint has them"
+_FORMAT_HELP = "safetensors: for transformers; dcp: for torch.distributed.checkpoint, with optimizer states, in float32"
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -27,31 +27,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the command and its own commands."""
     parser = subparsers.add_parser("checkpoint", help="inspect, verify, reshard, export or import a checkpoint")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add(commands, "inspect", _inspect, "say what a checkpoint is; no tensor is read")
-    _add(commands, "verify", _verify, "read all of it and compare it with its checksums")
+    _add(commands, "inspect", _inspect, "print what a checkpoint contains, without reading a tensor")
+    _add(commands, "verify", _verify, "read a whole checkpoint and compare it with its checksums")
     reshard = _add(
-        commands, "reshard", _reshard, "write it again as one rank would, or as several, maybe in another state format"
+        commands, "reshard", _reshard, "rewrite a checkpoint as one rank or as several, or in another state format"
     )
-    reshard.add_argument(
-        "target", type=path_argument, help="directory of checkpoints for the new one; may be the source's"
-    )
-    reshard.add_argument("--state-format", help="fp32, split, master, bf16 or int8 (default: the one that it has)")
-    reshard.add_argument("--ranks", type=int, default=1, help="how many ranks' shards to write (default: 1)")
-    export = _add(
-        commands, "export", _export, "write its model as a directory that transformers loads, or its adapters for PEFT"
-    )
-    export.add_argument("target", type=path_argument, help="directory for them")
+    reshard.add_argument("target", type=path_argument, help="directory for the new checkpoint; may be the source's")
+    reshard.add_argument("--state-format", help="fp32, split, master, bf16 or int8 (default: the checkpoint's)")
+    reshard.add_argument("--ranks", type=int, default=1, help="number of ranks whose shards are written (default 1)")
+    export = _add(commands, "export", _export, "write a checkpoint's model for transformers, or its adapters for PEFT")
+    export.add_argument("target", type=path_argument, help="directory to write")
     export.add_argument(
-        "--dtype", choices=_DTYPES, help="of the weights (default: as the training computed; adapters: float32)"
+        "--dtype", choices=_DTYPES, help="dtype of the weights (default: that of the computation; adapters: float32)"
     )
     export.add_argument(
         "--model",
-        help="directory, size or Hugging Face name that configuration and tokenizer are taken from (default: what "
-        "`infinity train` trained)",
+        help="model directory, size or Hugging Face name, for configuration and tokenizer (default: the model of "
+        "`infinity train`)",
     )
     export.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=_FORMAT_HELP)
-    importing = _add(commands, "import", _import, "take over one of DeepSpeed's (ZeRO 1 to 3) or of torch's")
-    importing.add_argument("target", type=path_argument, help="directory of checkpoints for the new one")
+    importing = _add(commands, "import", _import, "convert a checkpoint of DeepSpeed (ZeRO 1 to 3) or of torch")
+    importing.add_argument("target", type=path_argument, help="directory for the new checkpoint")
 
 
 def _add(
@@ -61,8 +57,8 @@ def _add(
     text: str,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.add_argument("source", type=path_argument, help="a checkpoint, or a directory of them (its last one)")
-    parser.add_argument("--tag", help="which one of the directory")
+    parser.add_argument("source", type=path_argument, help="a checkpoint, or a directory of checkpoints")
+    parser.add_argument("--tag", help="name of the checkpoint in the directory (default: the last one)")
     parser.add_argument("--json", action="store_true", help="one JSON line on standard output")
     parser.set_defaults(run=run)
     return parser

@@ -17,7 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="list the ready configurations, or print one",
         description="`--config NAME` of the other commands takes these names.",
     )
-    parser.add_argument("name", nargs="?", help="print this one")
+    parser.add_argument("name", nargs="?", help="print this configuration")
     parser.add_argument("--json", action="store_true", help="names and paths as one JSON object")
     parser.set_defaults(run=run)
 

@@ -19,9 +19,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "install-deepspeed-shim",
         help="let `import deepspeed` import infinity without `infinity run`",
         description="Writes one file into this Python environment, so that `python train.py --deepspeed ds.json` runs "
-        "on infinity. --remove takes it away again.",
+        "on infinity.",
     )
-    parser.add_argument("--remove", action="store_true", help="remove it")
+    parser.add_argument("--remove", action="store_true", help="remove the file")
     parser.set_defaults(run=run)
 
 

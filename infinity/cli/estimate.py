@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Does not allocate the model. Exits with 2 if a tier is too small.",
     )
     add_arguments(parser)
-    parser.add_argument("--largest", action="store_true", help="find the largest GPT that trains here, too")
+    parser.add_argument("--largest", action="store_true", help="also find the largest GPT that fits")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)
 

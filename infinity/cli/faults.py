@@ -25,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--simulate-faults",
         type=int,
         metavar="STEPS",
-        help="run the scheduler of this training through so many steps whose reads, writes and updates end in any "
-        "order or fail, and whose processes die; exits with 1 if one of its promises is broken",
+        help="simulate so many steps of the scheduler in which reads, writes and updates end in any order or fail, "
+        "and processes die; exits with 1 if the scheduler breaks a promise",
     )
-    group.add_argument("--seed", type=int, help="the first one that --simulate-faults draws these from (default 0)")
+    group.add_argument("--seed", type=int, help="first seed of --simulate-faults (default 0)")
 
 
 def check_arguments(args: argparse.Namespace) -> None:

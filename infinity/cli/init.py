@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "init",
         help="measure this machine, and write a configuration for it",
         description="Takes about 20 seconds. Chooses fp32 or bf16 by measuring matrix products of both on the compute "
-        "device, and measures the drives, the optimizer and the link. Several drives are striped by what they give.",
+        "device, and measures the drives, the optimizer and the link. Several drives are striped by their bandwidth.",
     )
     parser.add_argument(
         "--nvme",
@@ -34,14 +34,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         required=True,
         metavar="DIR",
-        help="directory on a drive, created if it is missing; repeat for several",
+        help="directory on a drive, created if it is missing; can be repeated",
     )
     parser.add_argument(
-        "--output", type=path_argument, default=Path("infinity.json"), help="the file (default infinity.json)"
+        "--output", type=path_argument, default=Path("infinity.json"), help="file to write (default infinity.json)"
     )
-    parser.add_argument("--profile", type=path_argument, metavar="FILE", help="write what was measured, for `plan`")
-    parser.add_argument("--host-memory", metavar="SIZE", help="set tiering.host_memory (default: what is free)")
-    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    parser.add_argument(
+        "--profile", type=path_argument, metavar="FILE", help="write the measurements, for `infinity plan`"
+    )
+    parser.add_argument("--host-memory", metavar="SIZE", help="tiering.host_memory (default: auto)")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)
 
@@ -133,7 +135,7 @@ def _lines(args: argparse.Namespace, profile: dict[str, Any], precision: str, se
         lines += [f"  note: {caution}" for caution in drive["cautions"]]
     ratio = seconds["bf16"] / seconds["fp32"]
     compared = f"{ratio:.1f} times as long as" if ratio > 1 else f"{ratio:.0%} of the time of"
-    lines.append(f"precision: {precision}; products in bf16 take {compared} those in fp32")
+    lines.append(f"precision: {precision}; matrix products in bf16 take {compared} those in fp32")
     memory = args.host_memory or f"auto, of {format_size(available_memory_bytes())} that are free"
     lines.append(f"host memory: {memory}")
     lines.append(f"written: {args.output}, after {profile['took_s']:.0f} s of measuring")

@@ -106,6 +106,9 @@ def make_parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[a
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS:
         command.add_parser(subparsers)
+    for listed in subparsers._choices_actions:  # argparse shows `help` in the list of commands only
+        command_parser, text = subparsers.choices[listed.dest], listed.help or ""
+        command_parser.description = f"{text[:1].upper()}{text[1:]}. {command_parser.description or ''}".strip()
     return parser, subparsers
 
 

@@ -30,12 +30,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Exits with 2 if a tier is too small, and with 1 if a simulated fault breaks a promise.",
     )
     add_arguments(parser)
+    parser.add_argument("--tbw", type=size_argument, help="rated writes of a machine's drives, such as 600TB")
     parser.add_argument(
-        "--tbw", type=size_argument, help="bytes that the drives of a machine are rated to write (600TB)"
+        "--sweep", choices=["tokens", "host-memory", "drives"], help="predict for a range of this quantity"
     )
-    parser.add_argument("--sweep", choices=["tokens", "host-memory", "drives"], help="predict over a range of this")
     parser.add_argument("--plot", type=path_argument, help="draw the sweep into this image file")
-    parser.add_argument("--explain", action="store_true", help="list what is fetched and evicted at every use")
+    parser.add_argument(
+        "--explain", action="store_true", help="list what is fetched and evicted at every use of a unit"
+    )
     faults.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=run)

@@ -39,45 +39,41 @@ def _everything_on_nvme(stage: int) -> Mapping[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", type=name_argument, help="as `infinity train --model` takes it")
-    model.add_argument("--params", help="a GPT of about so many parameters, 70e9, or of layers x width, 128x25600")
-    parser.add_argument(
-        "--tiles", type=int, default=1, help="cut the layers of --params into so many tiles (TiledLinear)"
-    )
+    model.add_argument("--model", type=name_argument, help="as in `infinity train --model`")
+    model.add_argument("--params", help="a GPT, by its number of parameters (70e9), or by layers x width (128x25600)")
+    parser.add_argument("--tiles", type=int, default=1, help="number of tiles of each layer of --params (TiledLinear)")
     parser.add_argument(
         "--config",
         type=config_argument,
-        help="configuration file, or the name of a ready one (default: stage 3, everything on NVMe, bf16 or what is "
-        "measured to be faster here)",
+        help="configuration file, or the name of a ready one (default: stage 3, all states on NVMe, bf16 unless fp32 "
+        "is measured to be faster here)",
     )
-    parser.add_argument("--host-memory", help="tiering.host_memory, of one rank, in place of the configuration's")
-    parser.add_argument("--stage", type=int, choices=range(4), help="of ZeRO, in place of the configuration's")
-    parser.add_argument("--precision", choices=list(_DTYPES), help="in place of the configuration's")
+    parser.add_argument("--host-memory", help="tiering.host_memory of one rank (default: the configuration's)")
+    parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage (default: the configuration's)")
+    parser.add_argument("--precision", choices=list(_DTYPES), help="default: the configuration's")
     for what in ("param", "optimizer"):
-        parser.add_argument(
-            f"--offload-{what}", choices=["none", "cpu", "nvme"], help="in place of the configuration's"
-        )
+        parser.add_argument(f"--offload-{what}", choices=["none", "cpu", "nvme"], help="default: the configuration's")
     batch = parser.add_argument_group("a step")
     batch.add_argument(
-        "--micro-batch-size", type=int, metavar="N", help="samples a rank, in place of the configuration's"
+        "--micro-batch-size", type=int, metavar="N", help="samples of a rank in a pass (default: the configuration's)"
     )
-    batch.add_argument("--accumulation", type=int, metavar="N", help="micro-batches, in place of the configuration's")
-    batch.add_argument("--seq-len", type=int, help=f"tokens in a sample (default {_TOKENS}, or what the model takes)")
-    batch.add_argument("--checkpoint-activations", action="store_true", help="keep the inputs of blocks only")
+    batch.add_argument("--accumulation", type=int, metavar="N", help="micro-batches (default: the configuration's)")
+    batch.add_argument("--seq-len", type=int, help=f"tokens in a sample (default {_TOKENS}, or the model's limit)")
+    batch.add_argument("--checkpoint-activations", action="store_true", help="keep only the inputs of blocks")
     machine = parser.add_argument_group("the machines (default: this one, computing on its CPU)")
     machine.add_argument(
         "--emulate",
         metavar="MACHINE",
-        help="another machine: H200, H100, A100, L40S, 4090, 3090 or a JSON file; with --profile the drives "
-        "and the optimizer are as measured there",
+        help="another machine: H200, H100, A100, L40S, 4090, 3090 or a JSON file; --profile then gives the rates of "
+        "drives and optimizer",
     )
     machine.add_argument("--nodes", type=int, default=1, help="number of machines")
-    machine.add_argument("--ranks", type=int, default=1, help="processes on each, one a device")
+    machine.add_argument("--ranks", type=int, default=1, help="processes on each machine, one for each device")
     machine.add_argument("--device-memory", type=size_argument, help="memory of one device")
-    machine.add_argument("--machine-memory", type=size_argument, help="host memory of each")
-    machine.add_argument("--nvme-capacity", type=size_argument, help="space on the drives of each")
+    machine.add_argument("--machine-memory", type=size_argument, help="host memory of each machine")
+    machine.add_argument("--nvme-capacity", type=size_argument, help="space on the drives of each machine")
     rates = parser.add_argument_group("rates (without any, no time is predicted)")
-    rates.add_argument("--profile", type=path_argument, help="what `infinity profile --output` wrote")
+    rates.add_argument("--profile", type=path_argument, help="the file of `infinity profile --output`")
     rates.add_argument("--disk", type=size_argument, help="bytes a second that the drives of a machine move (2.5GB)")
     rates.add_argument("--link", type=size_argument, help="bytes a second between host and device, each way")
     rates.add_argument("--collectives", type=size_argument, help="bytes a second that a rank receives")
@@ -281,7 +277,7 @@ def _chosen_precision(args: argparse.Namespace, values: Mapping[str, Any]) -> st
     precision = measured_precision(torch.device(accelerator() or "cpu"))
     if precision != "bf16":
         print(
-            "note: this machine computes products in bf16 much more slowly than in fp32, so fp32 is assumed, as "
+            "note: this machine computes matrix products in bf16 much more slowly than in fp32, so fp32 is assumed, as "
             "`infinity train` chooses it; --precision names another",
             file=sys.stderr,
         )

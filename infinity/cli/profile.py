@@ -20,23 +20,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the command."""
     parser = subparsers.add_parser(
         "profile",
-        help="measure drives, host link, optimizer, memory, matrix products and ranks",
+        help="measure drives, host link, optimizer, memory, matrix products and collectives",
         description="Takes about a minute. Under `infinity run --ranks N profile` collectives are measured, too.",
     )
-    parser.add_argument("--path", type=path_argument, action="append", help="directory on a drive; repeat for several")
+    parser.add_argument("--path", type=path_argument, action="append", help="directory on a drive; can be repeated")
     parser.add_argument(
-        "--config", type=path_argument, help="measure the drives, and the way to them, of this configuration"
+        "--config", type=path_argument, help="measure the drives of this configuration, with its I/O settings"
     )
     parser.add_argument("--without-drives", action="store_true", help="write to no drive")
     parser.add_argument(
         "--size", type=size_argument, default=512 << 20, help="bytes of the file on each drive (default 512MiB)"
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement of a drive (default 2)")
-    parser.add_argument(
-        "--params", type=int, default=16 << 20, help="parameters of the optimizer that is timed (default 16 Mi)"
-    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement of a drive (default 2)")
+    parser.add_argument("--params", type=int, default=16 << 20, help="number of parameters to update (default 16 Mi)")
     parser.add_argument("--output", type=path_argument, help="write the profile to this file (JSON)")
-    parser.add_argument("--json", action="store_true", help="the profile on standard output in place of a table")
+    parser.add_argument("--json", action="store_true", help="the profile on standard output, instead of a table")
     parser.set_defaults(run=run)
 
 

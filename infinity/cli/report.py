@@ -19,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the command."""
     parser = subparsers.add_parser("report", help="show the numbers of a run, and write an HTML page with its curves")
     parser.add_argument(
-        "log", type=path_argument, metavar="RUN", help="what `infinity train --log` wrote, or --json printed"
+        "log", type=path_argument, metavar="RUN", help="the file of `infinity train --log`, or the output of --json"
     )
     parser.add_argument(
         "--html", type=path_argument, metavar="OUT", help="the page (default: RUN with .html in place of .jsonl)"
@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--timeline",
         type=path_argument,
         metavar="FILE",
-        help="what tiering.timeline wrote (default: what the run says)",
+        help="the file of tiering.timeline (default: the one that the log names)",
     )
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object; no page without --html")
     parser.set_defaults(run=run)

@@ -29,29 +29,32 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "run",
         help="run a script, or a command such as train, on several ranks",
-        description="A front to torchrun that gives every rank its share of the processor cores. In what it starts, "
-        "`import deepspeed` is infinity, so that scripts for DeepSpeed, and transformers' Trainer, run unchanged.",
+        description="Starts ranks by torchrun, each with its share of the processor cores. In these processes, `import "
+        "deepspeed` is infinity, so that scripts for DeepSpeed, and transformers' Trainer, run unchanged. "
+        "CUDA_VISIBLE_DEVICES chooses the GPUs.",
     )
     parser.add_argument(
-        "--ranks", "--num-gpus", "--num_gpus", type=int, metavar="N", help="processes on this node (default: its GPUs)"
+        "--ranks",
+        "--num-gpus",
+        "--num_gpus",
+        type=int,
+        metavar="N",
+        help="processes on this machine (default: one for each GPU)",
     )
     parser.add_argument(
         *("--nodes", "--num-nodes", "--num_nodes"),
         type=int,
         default=1,
         metavar="N",
-        help="machines; start the same command on each",
+        help="number of machines; start the same command on each (default 1)",
     )
     parser.add_argument(
-        *("--node-rank", "--node_rank"),
-        type=int,
-        metavar="R",
-        help="which of them this is, from 0 (not for Slurm)",
+        *("--node-rank", "--node_rank"), type=int, metavar="R", help="number of this machine, from 0 (default: Slurm's)"
     )
     parser.add_argument(
         *("--address", "--master-addr", "--master_addr"),
         metavar="HOST[:PORT]",
-        help="the first machine, where all ranks meet",
+        help="address of the first machine, where all ranks meet",
     )
     parser.add_argument(
         *("--master-port", "--master_port"),
@@ -73,8 +76,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="MODE",
         help="keep each rank, and the memory that it touches, near its GPU: node, socket, exclusive or core-complex",
     )
-    parser.add_argument("--no-deepspeed", action="store_true", help="leave `import deepspeed` alone")
-    parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module's name")
+    parser.add_argument("--no-deepspeed", action="store_true", help="do not change `import deepspeed`")
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="the script is the name of a module, as for `python -m`"
+    )
     script = "a Python file, an infinity command (train or profile), or `accelerate launch ...`"
     parser.add_argument("script", help=script)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")

@@ -29,8 +29,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "two minutes. Exits with 1 if something is wrong.",
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ...; the GPU by default, if there is one")
-    parser.add_argument("--path", type=path_argument, help="directory on a drive (default: where temporary files are)")
-    parser.add_argument("--json", action="store_true", help="one JSON line a check, and one for all")
+    parser.add_argument("--path", type=path_argument, help="directory on a drive (default: the one of temporary files)")
+    parser.add_argument("--json", action="store_true", help="one JSON line for each check, and one for all checks")
     parser.set_defaults(run=run)
 
 

@@ -40,11 +40,13 @@ class _Kept:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command and its own commands."""
-    parser = subparsers.add_parser("states", help="list or remove what crash-consistent runs have kept on a drive")
+    parser = subparsers.add_parser(
+        "states", help="list or remove the states that crash-consistent runs keep on a drive"
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add(commands, "list", _list, "say which runs have kept states, and of which step")
-    removing = _add(commands, "remove", _remove, "remove the states of runs that have ended; there is no way back")
-    removing.add_argument("--run", dest="name", metavar="RUN", help="of this run alone (default: of all)")
+    _add(commands, "list", _list, "list the runs that have kept states, and their step")
+    removing = _add(commands, "remove", _remove, "remove the states of runs that have ended; this cannot be undone")
+    removing.add_argument("--run", dest="name", metavar="RUN", help="only those of this run (default: of all runs)")
 
 
 def _add(

@@ -25,9 +25,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Shows every run of this user on this machine, scripts that use the Python API included. Ctrl-C "
         "ends it.",
     )
-    parser.add_argument("run_name", nargs="?", metavar="RUN", help="more of one run: its pid, or a part of its command")
-    parser.add_argument("--once", action="store_true", help="print it once, in place of a display")
-    parser.add_argument("--json", action="store_true", help="one JSON line of all that is known, once")
+    parser.add_argument(
+        "run_name", nargs="?", metavar="RUN", help="details of one run: its pid, or a part of its command"
+    )
+    parser.add_argument("--once", action="store_true", help="print once, instead of an updated display")
+    parser.add_argument("--json", action="store_true", help="print everything once, as one JSON line")
     parser.set_defaults(run=run)
 
 

@@ -25,8 +25,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="infinity train MODEL DATA --nvme DIR --output OUT trains a model with its states on a drive and "
         "writes it as a directory that transformers loads. No configuration file is needed.",
     )
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", type=name_argument, help="as --model")
-    parser.add_argument("data_paths", nargs="*", metavar="DATA", type=path_argument, help="as --data")
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", type=name_argument, help="the same as --model")
+    parser.add_argument("data_paths", nargs="*", metavar="DATA", type=path_argument, help="the same as --data")
     parser.add_argument(
         "--model",
         type=name_argument,
@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--eval-data", type=path_argument, nargs="+", help="evaluate on these files, of the same kinds as --data"
     )
     evaluation.add_argument(
-        "--eval-every", type=int, default=100, metavar="N", help="steps (default 100), and at the end"
+        "--eval-every", type=int, default=100, metavar="N", help="evaluate every N steps (default 100), and at the end"
     )
     _add_reports(parser.add_argument_group("reports"))
     parser.set_defaults(run=run)
@@ -65,35 +65,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_configuration(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--nvme", type=path_argument, action="append", metavar="DIR", help="directory on a drive; repeat for several"
+        "--nvme", type=path_argument, action="append", metavar="DIR", help="directory on a drive; can be repeated"
     )
     group.add_argument(
         "--config",
         type=config_argument,
-        help="a DeepSpeed-style JSON file, or the name of a ready one (default, with --nvme: all states on NVMe, as "
-        "much of them in memory as fits)",
+        help="a DeepSpeed-style JSON file, or the name of a ready one (default with --nvme: all states on NVMe; those "
+        "that fit stay in memory)",
     )
     group.add_argument("--host-memory", metavar="SIZE", help="host memory for states and buffers (tiering.host_memory)")
     group.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: the file's, or the faster one")
     group.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     group.add_argument(
-        "--checkpoint-activations", action="store_true", help="keep the inputs of blocks only, and recompute the rest"
+        "--checkpoint-activations", action="store_true", help="keep only the inputs of blocks, and recompute the rest"
     )
     group.add_argument(
-        "--lora", type=int, nargs="?", const=16, metavar="RANK", help="train LoRA adapters (default rank 16) by PEFT"
+        "--lora", type=int, nargs="?", const=16, metavar="RANK", help="train LoRA adapters by PEFT (default rank 16)"
     )
 
 
 def _add_steps(group: argparse._ArgumentGroup) -> None:
     length = group.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, help="updates, those before --resume included (default 100)")
-    length.add_argument("--epochs", type=float, metavar="N", help="passes over the data, in place of --steps")
+    length.add_argument("--steps", type=int, help="steps, including those before --resume (default 100)")
+    length.add_argument("--epochs", type=float, metavar="N", help="passes over the data, instead of --steps")
     group.add_argument("--seq-len", type=int, default=256, help="tokens in a sample (default 256)")
     group.add_argument(
-        "--micro-batch-size", type=int, metavar="N", help="samples a forward pass, in place of the file's"
+        "--micro-batch-size", type=int, metavar="N", help="samples in a forward pass (default: the file's)"
     )
-    group.add_argument("--accumulation", type=int, metavar="N", help="forward passes an update, in place of the file's")
-    group.add_argument("--lr", type=float, help="learning rate, in place of the file's or the checkpoint's")
+    group.add_argument("--accumulation", type=int, metavar="N", help="micro-batches a step (default: the file's)")
+    group.add_argument("--lr", type=float, help="learning rate (default: the file's or the checkpoint's)")
     group.add_argument(
         "--warmup", type=int, metavar="N", help="steps over which the learning rate rises (default: the file's, or 5%%)"
     )
@@ -102,7 +102,7 @@ def _add_steps(group: argparse._ArgumentGroup) -> None:
         choices=("constant", "linear", "cosine"),
         help="learning rate after the warm-up (default: the file's, or linear decay)",
     )
-    group.add_argument("--seed", type=int, default=0, help="for the initial weights and the order of the data")
+    group.add_argument("--seed", type=int, default=0, help="seed of the initial weights and of the order of the data")
 
 
 def _add_saving(group: argparse._ArgumentGroup) -> None:
@@ -123,7 +123,7 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
         "--save-every",
         type=int,
         metavar="N",
-        help="save a checkpoint, to resume from, every N steps while training goes on, and at the end",
+        help="save a checkpoint every N steps, while training continues, and at the end",
     )
     group.add_argument("--keep-last", type=int, metavar="N", help="remove all but the run's last N checkpoints")
     group.add_argument(
@@ -135,7 +135,7 @@ def _add_saving(group: argparse._ArgumentGroup) -> None:
 
 def _add_reports(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--log", type=path_argument, metavar="FILE", help="append every step to it, for `infinity report`"
+        "--log", type=path_argument, metavar="FILE", help="append every step to FILE, for `infinity report`"
     )
     group.add_argument("--tensorboard", type=path_argument, metavar="DIR", help="write TensorBoard event files")
     group.add_argument("--wandb", metavar="PROJECT", help="report to Weights & Biases")

@@ -33,7 +33,7 @@ class StepStats:
         tier_bytes: bytes whose move was started since the last step ended (setting up and checkpoints left out), by
             route: `nvme_read`, `nvme_write`, `host_to_device`, `device_to_host`.
         stall_s: seconds of these phases that the compute thread waited, by `StallCause` value.
-        outside_stall_s: the same for what it waited since the last step outside of these phases: in evaluation,
+        outside_stall_s: seconds that it waited outside of these phases since the last step, by cause: in evaluation,
             `synchronize`, reading parameters.
         peak_bytes: high-water mark since the start, by tier (`host`, `device`).
         optimizer_s: seconds that the optimizer's own thread spent computing (it overlaps with the phases).

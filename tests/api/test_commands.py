@@ -206,7 +206,7 @@ def test_training_a_directory_uses_its_tokenizer(workspace, capsys) -> None:
     save_model(directory, 10)
     save_tokenizer(directory)
     assert train_directory(workspace, directory) == 0
-    assert f"tokens: {directory} (9 kinds)" in capsys.readouterr().err
+    assert f"tokens: {directory} (vocabulary of 9)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [[], ["--tokenizer", "bytes"]])
@@ -216,7 +216,7 @@ def test_bytes_are_for_directories_without_a_tokenizer_or_by_name(more, workspac
     if more:
         save_tokenizer(directory)
     assert train_directory(workspace, directory, *more) == 0
-    assert "tokens: bytes (256 kinds)" in capsys.readouterr().err
+    assert "tokens: bytes (vocabulary of 256)" in capsys.readouterr().err
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(workspace, capsys) -> None:

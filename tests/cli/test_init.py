@@ -30,7 +30,7 @@ def test_a_configuration_is_written_and_trains(chosen, quick, monkeypatch, capsy
     )
     assert main(["init", "--nvme", "a", "--nvme", "b", "--profile", "profile.json"]) == 0
     shown = capsys.readouterr().out
-    assert f"precision: {chosen}; products in bf16 take " in shown
+    assert f"precision: {chosen}; matrix products in bf16 take " in shown
     assert "next: infinity train MODEL DATA --config infinity.json" in shown
     config = load_config("infinity.json")
     assert config.precision == chosen

@@ -245,7 +245,7 @@ def _opening(settings: Settings, prepared: _Prepared, engine: Engine) -> list[st
     words = None if prepared.schedule is None else prepared.schedule.words()
     return [
         model_line(prepared.name, prepared.source, prepared.params, prepared.trained, settings.lora),
-        f"tokens: {name} ({data.source.vocabulary} kinds)",
+        f"tokens: {name} (vocabulary of {data.source.vocabulary})",
         *data.notes,
         *run_lines(engine, data, prepared.steps, words, prepared.output),
         *_slow_precision(engine),

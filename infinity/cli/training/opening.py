@@ -24,7 +24,7 @@ def run_lines(engine: Engine, data: Data, steps: int, schedule: str | None, outp
     samples = f"{len(data.source):,} samples of {data.source.length} tokens"
     passes = steps * config.train_batch_size / max(1, data.samples.count)
     return [
-        f"data: {samples}; {steps} steps of {tokens:,} tokens are {passes:.3g} passes over it",
+        f"data: {samples}; {steps} steps of {tokens:,} tokens are {passes:.3g} epochs",
         f"learning rate: {_rate(engine)}, {schedule or _schedule(config)}; {_optimizer(config)} in {config.precision}",
         f"tiers: {_tiers(engine)}",
         f"I/O: {_io(engine)}",

@@ -166,11 +166,11 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialise `torch.distributed` as the launcher says, or for this process alone; nothing where it is already.
+    """Initialise `torch.distributed` as the launcher says, or for this process alone, unless it is initialised already.
 
     Args:
-        dist_backend: must be one of torch's; which of them serves host memory and which the device is chosen here.
-        distributed_port: used where the launcher gives an address and no port.
+        dist_backend: must be one of torch's. The backends of host memory and of the device are chosen here.
+        distributed_port: used if the launcher gives an address and no port.
         timeout: how long a rank waits for the others.
         dist_init_required: False to do nothing.
         init_method, rank, world_size: as torch's `init_process_group` takes them, in place of the launcher's.

@@ -200,11 +200,11 @@ class Engine(engine.Engine):
         """Have `torch.compile` compile the model's blocks; the whole model if it has none.
 
         Args:
-            backend: of torch.compile, with what else it takes in `compile_kwargs`.
+            backend: as in `torch.compile`; `compile_kwargs` has its other arguments.
 
         Raises:
             InfinityError: a step has begun.
-            ConfigError: `schedule` or `compiled_autograd_enabled` is given, which are DeepSpeed's own compiler's.
+            ConfigError: `schedule` or `compiled_autograd_enabled` is given, which are for DeepSpeed's own compiler.
         """
         if schedule is not None or compiled_autograd_enabled:
             given = "schedule" if schedule is not None else "compiled_autograd_enabled"
