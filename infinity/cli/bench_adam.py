@@ -54,8 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
-    from infinity.memory import available_memory_bytes  # noqa: PLC0415  (torch takes seconds to load)
-    from infinity.optim.bench import AdamBenchJob, Peer, run_adam_bench  # noqa: PLC0415  (likewise)
+    from infinity.memory import available_memory_bytes
+    from infinity.optim.bench import AdamBenchJob, Peer, run_adam_bench
 
     for name, least in (("rounds", args.rounds), ("threads", min(args.threads))):
         if least < 1:
@@ -104,8 +104,8 @@ def _count(text: str) -> int:
 
 
 def _record(result: AdamBenchResult, all_results: list[AdamBenchResult], numel: int, threads: int) -> dict[str, Any]:
-    from infinity import kernels  # noqa: PLC0415  (torch takes seconds to load)
-    from infinity.optim.bench import TRIAD  # noqa: PLC0415  (likewise)
+    from infinity import kernels
+    from infinity.optim.bench import TRIAD
 
     triad = next(other for other in all_results if other.name == TRIAD)
     rate = result.params_per_s(numel)
@@ -148,7 +148,7 @@ def _print_table(block: list[dict[str, Any]], formats: list[str]) -> None:
 
 def _plot(records: list[dict[str, Any]], path: Path) -> None:
     try:
-        from matplotlib import pyplot  # noqa: PLC0415  (an optional dependency)
+        from matplotlib import pyplot
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: python -m pip install matplotlib") from error
     labels = [f"{r['name']}\n{r['params'] / 1e6:g}M, {r['threads']} thr" for r in records]

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _end)
-    from infinity.cli.disk.job import job_of  # noqa: PLC0415  (torch takes seconds, which `infinity --help` must not)
+    from infinity.cli.disk.job import job_of
 
     job = job_of(args)
     if args.sweep:
@@ -87,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_once(job: Job) -> None:
-    from infinity.cli.disk.measuring import measure  # noqa: PLC0415
-    from infinity.config import format_size  # noqa: PLC0415
-    from infinity.io.bench import ring_bytes  # noqa: PLC0415
-    from infinity.memory.filled import random_memory  # noqa: PLC0415
+    from infinity.cli.disk.measuring import measure
+    from infinity.config import format_size
+    from infinity.io.bench import ring_bytes
+    from infinity.memory.filled import random_memory
 
     for operation in job.operations:
         job.most_passes(operation)  # refuses what --max-write forbids
@@ -108,15 +108,15 @@ def _run_once(job: Job) -> None:
 
 
 def _run_sweeps(job: Job, args: argparse.Namespace) -> None:
-    from infinity.cli.disk.sweeping import (  # noqa: PLC0415
+    from infinity.cli.disk.sweeping import (
         Sweeps,
         check_plot,
         plot_all,
         sweep_memory_bytes,
         write_config,
     )
-    from infinity.memory import available_memory_bytes  # noqa: PLC0415
-    from infinity.memory.filled import random_memory  # noqa: PLC0415
+    from infinity.memory import available_memory_bytes
+    from infinity.memory.filled import random_memory
 
     if args.plot:
         check_plot()
@@ -134,8 +134,8 @@ def _run_sweeps(job: Job, args: argparse.Namespace) -> None:
 
 def _files(job: Job, buffers: Span, stack: ExitStack) -> tuple[list[Path], float]:
     """A file on every path, each of its blocks written once; and how long that took."""
-    from infinity.cli.progress import Progress  # noqa: PLC0415
-    from infinity.io.bench import BenchSession, bench_file  # noqa: PLC0415
+    from infinity.cli.progress import Progress
+    from infinity.io.bench import BenchSession, bench_file
 
     files = [stack.enter_context(bench_file(path, job.size_bytes)) for path in job.paths]
     start_s = time.perf_counter()

@@ -65,7 +65,7 @@ def _add(
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from infinity.checkpoint.inspection import inspect  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.checkpoint.inspection import inspect
 
     found = inspect(args.source, args.tag)
     if args.json:
@@ -90,7 +90,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from infinity.checkpoint.inspection import inspect, verify  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.checkpoint.inspection import inspect, verify
 
     found = inspect(args.source, args.tag)
     progress, done, start_s = Progress(), [0], time.perf_counter()
@@ -110,8 +110,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _reshard(args: argparse.Namespace) -> int:
-    from infinity.checkpoint.conversion import checkpoint_at, convert  # noqa: PLC0415  (torch takes seconds to load)
-    from infinity.checkpoint.inspection import inspect  # noqa: PLC0415  (the same)
+    from infinity.checkpoint.conversion import checkpoint_at, convert
+    from infinity.checkpoint.inspection import inspect
 
     progress, start_s = Progress(), time.perf_counter()
     source = checkpoint_at(args.source, args.tag)
@@ -130,11 +130,11 @@ def _reshard(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    import torch  # noqa: PLC0415  (it takes seconds to load)
+    import torch
 
-    from infinity.checkpoint.dcp import export_dcp  # noqa: PLC0415  (the same)
-    from infinity.checkpoint.export import files_of_library  # noqa: PLC0415  (the same)
-    from infinity.checkpoint.inspection import export_weights  # noqa: PLC0415  (the same)
+    from infinity.checkpoint.dcp import export_dcp
+    from infinity.checkpoint.export import files_of_library
+    from infinity.checkpoint.inspection import export_weights
 
     start_s = time.perf_counter()
     if args.format == "dcp":
@@ -143,7 +143,7 @@ def _export(args: argparse.Namespace) -> int:
         model, tokenizer = _described(args)
         dtype = None if args.dtype is None else getattr(torch, args.dtype)
         if model is not None and hasattr(model, "peft_config"):
-            from infinity.integrations.adapters import export_adapters  # noqa: PLC0415  (the same)
+            from infinity.integrations.adapters import export_adapters
 
             export_adapters(args.source, args.target, model, dtype=dtype or torch.float32, tag=args.tag)
         else:
@@ -169,7 +169,7 @@ def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
     Raises:
         ConfigError: the model is not there any more, or PEFT is not, which adapters need.
     """
-    from infinity.checkpoint.inspection import client_state  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.checkpoint.inspection import client_state
 
     trained = client_state(args.source, args.tag).get("trained")
     trained = trained if isinstance(trained, dict) else {}
@@ -182,9 +182,9 @@ def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
         )
         return None, None
     with needed_packages("checkpoint export"):
-        from infinity.cli.training.lora import with_adapters  # noqa: PLC0415  (the same)
-        from infinity.cli.training.models import model_directory, model_shape  # noqa: PLC0415
-        from infinity.cli.training.tokenizers import byte_tokenizer, find_tokenizer  # noqa: PLC0415  (the same)
+        from infinity.cli.training.lora import with_adapters
+        from infinity.cli.training.models import model_directory, model_shape
+        from infinity.cli.training.tokenizers import byte_tokenizer, find_tokenizer
     directory = model_directory(name, weights=False)
     asked = trained.get("tokenizer") if args.model in (None, trained.get("model")) else None
     tokenizer = find_tokenizer(name if directory is None else str(directory), asked)
@@ -195,9 +195,9 @@ def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from infinity.checkpoint.dcp import METADATA, import_dcp  # noqa: PLC0415  (torch takes seconds to load)
-    from infinity.checkpoint.deepspeed import import_deepspeed  # noqa: PLC0415  (the same)
-    from infinity.checkpoint.inspection import inspect  # noqa: PLC0415  (the same)
+    from infinity.checkpoint.dcp import METADATA, import_dcp
+    from infinity.checkpoint.deepspeed import import_deepspeed
+    from infinity.checkpoint.inspection import inspect
 
     progress, start_s = Progress(), time.perf_counter()
 

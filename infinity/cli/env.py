@@ -69,7 +69,7 @@ def _versions() -> dict[str, str | None]:
 def _processor() -> dict[str, Any]:
     cores: dict[str, Any] = {"cores": os.cpu_count(), "usable_cores": len(os.sched_getaffinity(0))}
     try:
-        from infinity import kernels  # noqa: PLC0415  (the command must run where they are missing)
+        from infinity import kernels
     except InfinityError as error:
         return {**cores, "optimizer_kernels": None, "problem": str(error)}
     return {
@@ -81,9 +81,9 @@ def _processor() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, Any]:
-    import psutil  # noqa: PLC0415
+    import psutil
 
-    from infinity.memory import available_memory_bytes, memory_limit_bytes  # noqa: PLC0415
+    from infinity.memory import available_memory_bytes, memory_limit_bytes
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
@@ -104,8 +104,8 @@ def _huge_pages() -> str | None:
 
 
 def _io() -> dict[str, Any]:
-    from infinity.io import probe_backends  # noqa: PLC0415
-    from infinity.io.gds import gds_problem  # noqa: PLC0415
+    from infinity.io import probe_backends
+    from infinity.io.gds import gds_problem
 
     statuses = probe_backends()
     problem = gds_problem()
@@ -117,7 +117,7 @@ def _io() -> dict[str, Any]:
 
 
 def _path(path: Path) -> dict[str, Any]:
-    from infinity.io.drives import cautions, drive_of  # noqa: PLC0415
+    from infinity.io.drives import cautions, drive_of
 
     if not path.is_dir():
         return {"problem": "no such directory"}
@@ -136,7 +136,7 @@ def _path(path: Path) -> dict[str, Any]:
 
 def _direct_io(path: Path) -> dict[str, Any]:
     """Whether it works there, and with which alignment."""
-    from infinity.io import IoOptions, open_engine  # noqa: PLC0415
+    from infinity.io import IoOptions, open_engine
 
     engine = open_engine(IoOptions(queue_depth=2, threads=1))
     probe = path / f".infinity-env-{os.getpid()}"
@@ -158,7 +158,7 @@ def _direct_io(path: Path) -> dict[str, Any]:
 def _devices() -> list[dict[str, Any]]:
     """Compute devices beside the CPU."""
     try:
-        import torch  # noqa: PLC0415
+        import torch
     except ImportError:
         return []
     if not torch.accelerator.is_available():

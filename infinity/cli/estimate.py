@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _largest(asked: Asked) -> Shape | None:
-    from infinity.planner import largest_model  # noqa: PLC0415  (torch takes seconds)
+    from infinity.planner import largest_model
 
     host_bytes, libraries = asked.host_bytes, libraries_bytes()
     return largest_model(asked.config, asked.machine, asked.drives, host_bytes, asked.work_of, libraries, asked.tiles)
@@ -75,7 +75,7 @@ def _largest_line(largest: Shape | None) -> str:
 
 def estimate_lines(draft: Draft) -> list[str]:
     """For people."""
-    from infinity.planner import states_on_device  # noqa: PLC0415  (torch takes seconds)
+    from infinity.planner import states_on_device
 
     plan, needs = draft.plan, draft.needs
     where = "" if plan.machine.ranks == 1 else ", each rank"

@@ -77,7 +77,7 @@ class Faults:
         }
 
     def _violation(self) -> dict[str, Any] | None:
-        from infinity.planner.planned import SCENARIO_STEPS  # noqa: PLC0415  (torch takes seconds)
+        from infinity.planner.planned import SCENARIO_STEPS
 
         violation, seed = self.outcome.violation, self.seeds[1] - 1
         if violation is None:
@@ -111,12 +111,12 @@ class Faults:
         return lines
 
     def _promise(self) -> str:
-        from infinity.simulation.invariants import PROMISES  # noqa: PLC0415  (torch takes seconds)
+        from infinity.simulation.invariants import PROMISES
 
         return "" if self.outcome.violation is None else PROMISES[self.outcome.violation.promise]
 
     def _last_lines(self, seed: int) -> list[str]:
-        from infinity.simulation.run import simulate  # noqa: PLC0415  (torch takes seconds)
+        from infinity.simulation.run import simulate
 
         lines: deque[str] = deque(maxlen=_LAST)
         simulate(self.planned.scenario(seed), lines.append)
@@ -134,7 +134,7 @@ def simulate_faults(args: argparse.Namespace, draft: Draft, later: list[int]) ->
     """
     if args.simulate_faults is None:
         return None
-    from infinity.planner.planned import planned_of, search_planned  # noqa: PLC0415  (torch takes seconds)
+    from infinity.planner.planned import planned_of, search_planned
 
     config, first = draft.asked.config, args.seed or 0
     planned = planned_of(draft.plan, config, later)

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     for path in args.nvme:
         _make(path)
     profile, seconds = _measured(args.nvme)
-    from infinity.cli.training.precision import faster_precision  # noqa: PLC0415  (torch takes seconds)
+    from infinity.cli.training.precision import faster_precision
 
     precision = faster_precision(seconds)
     values = _values(args, profile, precision)
@@ -88,14 +88,14 @@ def _make(path: Path) -> None:
 def _measured(paths: list[Path]) -> tuple[dict[str, Any], dict[str, float]]:
     """A short profile, and the seconds of matrix products by precision on the compute device."""
     with needed_packages("init"):
-        import torch  # noqa: PLC0415  (it takes seconds, which `--help` must not)
+        import torch
 
-        from infinity.cli.progress import Progress  # noqa: PLC0415
-        from infinity.cli.training.precision import product_seconds  # noqa: PLC0415
-        from infinity.io import IoOptions  # noqa: PLC0415
-        from infinity.profiling import ProfileJob, run_profile  # noqa: PLC0415
-        from infinity.tiers import accelerator  # noqa: PLC0415
-        from infinity.zero.ranks import ALONE  # noqa: PLC0415
+        from infinity.cli.progress import Progress
+        from infinity.cli.training.precision import product_seconds
+        from infinity.io import IoOptions
+        from infinity.profiling import ProfileJob, run_profile
+        from infinity.tiers import accelerator
+        from infinity.zero.ranks import ALONE
 
     aio = load_config({}).aio
     options = IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
@@ -115,7 +115,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 def _values(args: argparse.Namespace, profile: dict[str, Any], precision: str) -> dict[str, Any]:
     """The configuration."""
-    from infinity.cli.training.configuration import with_precision  # noqa: PLC0415  (torch takes seconds)
+    from infinity.cli.training.configuration import with_precision
 
     drives: list[dict[str, Any]] = [{"path": str(path.absolute())} for path in args.nvme]
     if len(drives) > 1:
@@ -126,7 +126,7 @@ def _values(args: argparse.Namespace, profile: dict[str, Any], precision: str) -
 
 
 def _lines(args: argparse.Namespace, profile: dict[str, Any], precision: str, seconds: dict[str, float]) -> list[str]:
-    from infinity.memory import available_memory_bytes  # noqa: PLC0415  (torch takes seconds)
+    from infinity.memory import available_memory_bytes
 
     lines = []
     for drive in profile["drives"]:

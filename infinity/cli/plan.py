@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--plot draws a sweep: give --sweep tokens, host-memory or drives, too")
     faults.check_arguments(args)
     draft = lay_out(args, "plan")
-    from infinity.planner import Sweep, filled_later, predict_step, states_on_device  # noqa: PLC0415  (torch takes seconds)
+    from infinity.planner import Sweep, filled_later, predict_step, states_on_device
 
     asked, plan, needs = draft.asked, draft.plan, draft.needs
     step = draft.step or predict_step(plan, asked.config, draft.work, asked.rates)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     sweep = Sweep(asked.model, asked.config, asked.machine, asked.rates, asked.seq_len, asked.checkpointing)
     points = sweep.over(args.sweep) if args.sweep else []
     if args.plot is not None:
-        from infinity.cli.plots import plot_sweep  # noqa: PLC0415  (matplotlib is an extra)
+        from infinity.cli.plots import plot_sweep
 
         plot_sweep(args.plot, args.sweep, points)
     found = faults.simulate_faults(args, draft, later)

@@ -108,8 +108,8 @@ class Asked:
 
     def work_of(self, model: nn.Module, plan: TrainingPlan, *, checkpointing: bool | None = None) -> Work:
         """Of one micro-batch of another model, or with other activation checkpoints."""
-        from infinity.planner import count_work  # noqa: PLC0415  (torch takes seconds)
-        from infinity.zero.sizing import compute_dtype  # noqa: PLC0415
+        from infinity.planner import count_work
+        from infinity.zero.sizing import compute_dtype
 
         partition, dtype = plan.sizing.partition, compute_dtype(self.config)
         batch = self.config.micro_batch_size
@@ -151,7 +151,7 @@ def draft_of(asked: Asked) -> Draft:
     Raises:
         CapacityError: a budget is too small.
     """
-    from infinity.planner import Rates, estimate, plan_with_room, predict_step, problems  # noqa: PLC0415
+    from infinity.planner import Rates, estimate, plan_with_room, predict_step, problems
 
     libraries = libraries_bytes()
     free_bytes = asked.host_bytes - libraries * asked.machine.neighbours
@@ -168,7 +168,7 @@ def libraries_bytes() -> int:
 
     It has loaded what training loads. Call it first before there is a model with memory.
     """
-    import psutil  # noqa: PLC0415  (measured at the end, so loaded late)
+    import psutil
 
     _compute_once()
     return int(psutil.Process().memory_info().rss)
@@ -176,7 +176,7 @@ def libraries_bytes() -> int:
 
 def _compute_once() -> None:
     """Run a small block forward and backward, whose kernels are loaded at their first use."""
-    import torch  # noqa: PLC0415  (it takes seconds)
+    import torch
 
     block = torch.nn.TransformerEncoderLayer(64, 2, 64, batch_first=True, dtype=torch.bfloat16)
     hidden = block(torch.ones(1, 64, 64, dtype=torch.bfloat16))
@@ -196,8 +196,8 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
     with needed_packages(command):
-        from infinity.memory import available_memory_bytes  # noqa: PLC0415  (torch takes seconds)
-        from infinity.planner import Drive, Machine, drives_here, free_on  # noqa: PLC0415
+        from infinity.memory import available_memory_bytes
+        from infinity.planner import Drive, Machine, drives_here, free_on
 
     _fill_in(args)
     model, name, longest = _model(args, command)
@@ -226,7 +226,7 @@ def _fill_in(args: argparse.Namespace) -> None:
     """What the command line leaves out is the emulated machine's."""
     if args.emulate is None:
         return
-    from infinity.planner.machines import known_machine  # noqa: PLC0415  (its package takes seconds)
+    from infinity.planner.machines import known_machine
 
     for key, value in asdict(known_machine(args.emulate, profiled=args.profile is not None)).items():
         if getattr(args, key) is None:
@@ -235,7 +235,7 @@ def _fill_in(args: argparse.Namespace) -> None:
 
 def _values(args: argparse.Namespace) -> Mapping[str, Any]:
     """The configuration with what the command line says in its place."""
-    from infinity.cli.training.configuration import with_precision  # noqa: PLC0415  (torch takes seconds)
+    from infinity.cli.training.configuration import with_precision
 
     batches = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
@@ -263,11 +263,11 @@ def _chosen_precision(args: argparse.Namespace, values: Mapping[str, Any]) -> st
 
     It is measured for a training on this machine. Others are taken to compute bf16 well.
     """
-    import torch  # noqa: PLC0415  (it takes seconds)
+    import torch
 
-    from infinity.cli.training.configuration import precision_is_auto  # noqa: PLC0415  (the same)
-    from infinity.cli.training.precision import measured_precision  # noqa: PLC0415
-    from infinity.tiers import accelerator  # noqa: PLC0415
+    from infinity.cli.training.configuration import precision_is_auto
+    from infinity.cli.training.precision import measured_precision
+    from infinity.tiers import accelerator
 
     if args.config is not None and not precision_is_auto(values):
         return None
@@ -288,16 +288,16 @@ def _model(args: argparse.Namespace, command: str) -> tuple[nn.Module, str, int]
     """The model, what it is called, and how many tokens it takes."""
     if args.params is None:
         with needed_packages(command):
-            import transformers  # noqa: PLC0415  (it takes seconds)
+            import transformers
 
-            from infinity.cli.training.models import max_tokens, model_shape  # noqa: PLC0415  (the same)
+            from infinity.cli.training.models import max_tokens, model_shape
         transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
         model = model_shape(args.model)
         longest = max_tokens(model) or _TOKENS
         if args.seq_len is not None and args.seq_len > longest:
             raise ConfigError(f"--seq-len is {args.seq_len}, but {args.model} takes at most {longest} tokens")
         return model, args.model, longest
-    from infinity.planner import WIDTH_STEP, Shape, decoder_of, shape_of  # noqa: PLC0415
+    from infinity.planner import WIDTH_STEP, Shape, decoder_of, shape_of
 
     try:
         layers, _, width = args.params.partition("x")
@@ -310,11 +310,11 @@ def _model(args: argparse.Namespace, command: str) -> tuple[nn.Module, str, int]
 
 
 def _rates(args: argparse.Namespace, config: Config, machine: Machine) -> Rates:
-    from infinity.planner import Rates, rates_of, with_numbers  # noqa: PLC0415
+    from infinity.planner import Rates, rates_of, with_numbers
 
     rates = Rates()
     if args.profile is not None:
-        from infinity.profiling import read_profile  # noqa: PLC0415
+        from infinity.profiling import read_profile
 
         profile = read_profile(args.profile)
         device = profile["link"]["device"] if machine.discrete and profile["link"] else "cpu"

@@ -23,7 +23,7 @@ def plot_sweep(path: Path, what: str, points: Sequence[Point]) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  (an extra)
+        from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise InfinityError(f"--plot needs matplotlib: {install_command('plot')}") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -40,9 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
-    from infinity.cli.progress import Progress  # noqa: PLC0415  (torch takes seconds, which `--help` must not)
-    from infinity.profiling import planned_write_bytes, run_profile  # noqa: PLC0415
-    from infinity.zero.ranks import join_ranks  # noqa: PLC0415
+    from infinity.cli.progress import Progress
+    from infinity.profiling import planned_write_bytes, run_profile
+    from infinity.zero.ranks import join_ranks
 
     job = _job(args)
     if args.output is not None:
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(args: argparse.Namespace) -> ProfileJob:
-    from infinity.io import IoOptions  # noqa: PLC0415
-    from infinity.profiling import ProfileJob  # noqa: PLC0415
+    from infinity.io import IoOptions
+    from infinity.profiling import ProfileJob
 
     if args.seconds <= 0:
         raise ConfigError(f"--seconds is {args.seconds}; it must be more than 0")

@@ -80,9 +80,9 @@ class Progress:
             self.cpu_s = before_s + time.thread_time()
 
     def _line(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar  # noqa: PLC0415  (see terminal.py)
-        from rich.table import Table  # noqa: PLC0415  (the same)
-        from rich.text import Text  # noqa: PLC0415  (the same)
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
 
         text = Text(self._text, no_wrap=True, overflow="ellipsis")
         share = self._share()

@@ -199,7 +199,7 @@ def _binding(args: argparse.Namespace) -> list[str]:
     if args.numa_binding is None:
         return []
     try:
-        from torch.numa.binding import AffinityMode  # noqa: PLC0415  (of torch 2.9)
+        from torch.numa.binding import AffinityMode
     except ImportError as error:
         raise ConfigError(
             f"--numa-binding {args.numa_binding} takes torch 2.9 or newer: start each rank under numactl instead"
@@ -233,6 +233,6 @@ def _target(args: argparse.Namespace) -> list[str]:
 
 
 def _gpus() -> int:
-    import torch  # noqa: PLC0415  (takes seconds)
+    import torch
 
     return torch.accelerator.device_count()

@@ -37,9 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Check and print; returns the exit code."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS begins; for sums in one order
-    from infinity.cli.progress import Progress  # noqa: PLC0415  (torch takes seconds, which `--help` must not)
-    from infinity.cli.selftesting.outcome import outcomes  # noqa: PLC0415
-    from infinity.cli.selftesting.training import same_bits_each_time  # noqa: PLC0415
+    from infinity.cli.progress import Progress
+    from infinity.cli.selftesting.outcome import outcomes
+    from infinity.cli.selftesting.training import same_bits_each_time
 
     device = _device(args.device)
     if args.path is not None and not args.path.is_dir():
@@ -68,8 +68,8 @@ def all_checks(device: torch.device, path: Path) -> list[Check]:
     Args:
         path: a directory on a drive.
     """
-    from infinity.cli.selftesting import device as of_device  # noqa: PLC0415  (torch takes seconds)
-    from infinity.cli.selftesting.parity import Parity  # noqa: PLC0415
+    from infinity.cli.selftesting import device as of_device
+    from infinity.cli.selftesting.parity import Parity
 
     return [*of_device.checks(device), *Parity(device, path).checks()]
 
@@ -80,9 +80,9 @@ def _device(asked: str | None) -> torch.device:
     Raises:
         ConfigError: there is no such device.
     """
-    import torch  # noqa: PLC0415  (takes seconds)
+    import torch
 
-    from infinity.tiers import accelerator  # noqa: PLC0415
+    from infinity.tiers import accelerator
 
     seen = accelerator()
     choices = "cpu" if seen is None else f"cpu or {seen.type}"
@@ -100,14 +100,14 @@ def _device(asked: str | None) -> torch.device:
 
 
 def _counts(found: list[Outcome]) -> dict[str, Any]:
-    from infinity.cli.selftesting.outcome import Verdict  # noqa: PLC0415
+    from infinity.cli.selftesting.outcome import Verdict
 
     counts: dict[str, Any] = {each.value: sum(one.verdict is each for one in found) for each in Verdict}
     return counts | {"seconds": round(sum(one.seconds for one in found), 1)}
 
 
 def _table(device: torch.device, found: list[Outcome], counts: dict[str, Any]) -> str:
-    from infinity.cli.selftesting.outcome import Verdict  # noqa: PLC0415
+    from infinity.cli.selftesting.outcome import Verdict
 
     lines = [f"{device}, {sys.platform}: {len(found)} checks in {counts['seconds']} s", ""]
     for area in dict.fromkeys(one.area for one in found):

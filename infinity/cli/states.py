@@ -77,7 +77,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _remove(args: argparse.Namespace) -> int:
-    from infinity.tiers.run_files import remove  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.tiers.run_files import remove
 
     files = _files(args.directory)
     if args.name is not None:
@@ -105,7 +105,7 @@ def _size(file: KeptFile) -> int:
 
 
 def _files(directory: Path) -> list[KeptFile]:
-    from infinity.tiers.run_files import kept_files  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.tiers.run_files import kept_files
 
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no directory; give a path of tiering.nvme")
@@ -121,7 +121,7 @@ def _look(directory: Path) -> list[_Kept]:
 
 
 def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
-    from infinity.tiers.run_files import is_held, read_record  # noqa: PLC0415  (torch takes seconds to load)
+    from infinity.tiers.run_files import is_held, read_record
 
     step = None
     problem = next((f"not to be gone on from: {file.foreign}" for file in files if file.foreign is not None), None)

@@ -27,7 +27,7 @@ def is_terminal() -> bool:
 
 def console() -> Console:
     """Standard error; text is shown as it is, brackets and all."""
-    from rich.console import Console  # noqa: PLC0415  (a twentieth of a second, which `--help` must not take)
+    from rich.console import Console
 
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
 
@@ -41,7 +41,7 @@ class Drawing:
     """
 
     def __init__(self, renderable: Callable[[], RenderableType], *, stays: bool = False) -> None:
-        from rich.live import Live  # noqa: PLC0415  (as above)
+        from rich.live import Live
 
         self._live = Live(
             get_renderable=renderable,

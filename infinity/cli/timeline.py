@@ -91,7 +91,7 @@ def _show(total: TimelineSum) -> None:
 def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> None:
     """One row a lane; what overlaps in a lane is drawn over one another."""
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(f"--png needs matplotlib: {install_command('plot')}") from error
     windows = step_windows(spans)

@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _watch(name: str | None) -> int:
     """Draw on a screen of its own until Ctrl-C."""
-    from rich.console import Console  # noqa: PLC0415  (see terminal.py)
-    from rich.live import Live  # noqa: PLC0415  (the same)
-    from rich.text import Text  # noqa: PLC0415  (the same)
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
 
     console = Console(markup=False, highlight=False, emoji=False)
 

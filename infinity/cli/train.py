@@ -146,9 +146,9 @@ def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     _check(args)
     with needed_packages("train"):
-        from infinity.cli.training.configuration import ConfigOptions  # noqa: PLC0415  (torch takes seconds)
-        from infinity.cli.training.loop import Saving, Settings, train  # noqa: PLC0415  (the same)
-        from infinity.cli.training.sources import DataOptions  # noqa: PLC0415  (the same)
+        from infinity.cli.training.configuration import ConfigOptions
+        from infinity.cli.training.loop import Saving, Settings, train
+        from infinity.cli.training.sources import DataOptions
     return train(
         Settings(
             model=args.model or args.model_name or _MODEL,

@@ -49,5 +49,5 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Search, write and report; returns the exit code."""
     with needed_packages("tune"):
-        from infinity.cli.tuning.command import tune  # noqa: PLC0415  (torch and transformers take seconds)
+        from infinity.cli.tuning.command import tune
     return tune(args)

@@ -267,13 +267,13 @@ def plot_path(path: Path, place: Path, operation: str, places: Sequence[Path]) -
 def check_plot() -> None:
     """Raises ConfigError where nothing can be drawn, which is better known before an hour of measuring."""
     try:
-        import matplotlib.figure  # noqa: F401, PLC0415
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"--plot needs matplotlib: {install_command('plot')}") from error
 
 
 def _plot(path: Path, title: str, points: Sequence[SweepPoint]) -> None:
-    from matplotlib.figure import Figure  # noqa: PLC0415  (an optional dependency)
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()

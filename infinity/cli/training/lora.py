@@ -22,7 +22,7 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
         ConfigError: PEFT is not installed.
     """
     try:
-        from peft import LoraConfig, get_peft_model  # noqa: PLC0415  (it is optional)
+        from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError(f"--lora {rank} needs the package peft: python -m pip install peft") from error
     settings: Any = LoraConfig(
