@@ -71,15 +71,12 @@ def run(args: argparse.Namespace) -> int:
     if args.peer_python is not None:
         other = Peer(adam_peer.NAME, partial(adam_peer.PeerProcess, args.peer_python))
     records = []
-    progress = Progress()
     for numel in args.size:
         for threads in args.threads:
             peers = tuple(_PEERS[name] for name in args.peer)
             job = AdamBenchJob(numel, threads, tuple(args.format), peers, other, args.rounds)
-            try:
+            with Progress() as progress:
                 results = run_adam_bench(job, progress.show)
-            finally:
-                progress.clear()
             block = [_record(result, results, numel, threads) for result in results]
             records.extend(block)
             if args.json:

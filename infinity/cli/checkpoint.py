@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import path_argument
@@ -93,14 +95,15 @@ def _verify(args: argparse.Namespace) -> int:
     from infinity.checkpoint.inspection import inspect, verify
 
     found = inspect(args.source, args.tag)
-    progress, done, start_s = Progress(), [0], time.perf_counter()
+    done, start_s = 0, time.perf_counter()
 
     def show(nbytes: int) -> None:
-        done[0] += nbytes
-        progress.show("verified", done[0] / max(1, found.nbytes))
+        nonlocal done
+        done += nbytes
+        progress.show("verified", done / max(1, found.nbytes))
 
-    verify(args.source, args.tag, show)
-    progress.clear()
+    with Progress() as progress:
+        verify(args.source, args.tag, show)
     seconds = time.perf_counter() - start_s
     if args.json:
         print(json.dumps({"path": found.path, "whole": True, "bytes": found.nbytes, "seconds": seconds}))
@@ -111,22 +114,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _reshard(args: argparse.Namespace) -> int:
     from infinity.checkpoint.conversion import checkpoint_at, convert
-    from infinity.checkpoint.inspection import inspect
 
-    progress, start_s = Progress(), time.perf_counter()
+    start_s = time.perf_counter()
     source = checkpoint_at(args.source, args.tag)
-    show = None if args.json else lambda done, total: progress.show("written", done / max(1, total))
-    try:
+    with Progress() as progress:
+        show = partial(_written, progress)
         path = convert(source, args.target, state_format=args.state_format, ranks=args.ranks, progress=show)
-    finally:
-        progress.clear()
-    seconds, new = time.perf_counter() - start_s, inspect(path)
-    if args.json:
-        record = {"path": str(path), "state_format": new.state_format, "bytes": new.nbytes, "seconds": seconds}
-        print(json.dumps(record))
-    else:
-        print(f"{path}: format {new.state_format}, {new.nbytes:,} bytes, files: {new.files}, {seconds:.1f} s")
-    return 0
+    return _show_new(args, path, start_s, "state_format", "format {}")
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -197,21 +191,27 @@ def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
 def _import(args: argparse.Namespace) -> int:
     from infinity.checkpoint.dcp import METADATA, import_dcp
     from infinity.checkpoint.deepspeed import import_deepspeed
-    from infinity.checkpoint.inspection import inspect
 
-    progress, start_s = Progress(), time.perf_counter()
-
-    def show(done: int, total: int) -> None:
-        progress.show("written", done / max(1, total))
-
+    start_s = time.perf_counter()
     is_dcp = (args.source / (args.tag or "") / METADATA).is_file()
     take_over = import_dcp if is_dcp else import_deepspeed
-    path = take_over(args.source, args.target, tag=args.tag, progress=show)
-    progress.clear()
+    with Progress() as progress:
+        path = take_over(args.source, args.target, tag=args.tag, progress=partial(_written, progress))
+    return _show_new(args, path, start_s, "global_steps", "step {:,}")
+
+
+def _written(progress: Progress, done: int, total: int) -> None:
+    progress.show("written", done / max(1, total))
+
+
+def _show_new(args: argparse.Namespace, path: Path, start_s: float, fact: str, words: str) -> int:
+    """Print the size of a new checkpoint and one fact about it; returns the exit code."""
+    from infinity.checkpoint.inspection import inspect
+
     seconds, new = time.perf_counter() - start_s, inspect(path)
+    value = getattr(new, fact)
     if args.json:
-        record = {"path": str(path), "global_steps": new.global_steps, "bytes": new.nbytes, "seconds": seconds}
-        print(json.dumps(record))
+        print(json.dumps({"path": str(path), fact: value, "bytes": new.nbytes, "seconds": seconds}))
     else:
-        print(f"{path}: step {new.global_steps:,}, {new.nbytes:,} bytes, files: {new.files}, {seconds:.1f} s")
+        print(f"{path}: {words.format(value)}, {new.nbytes:,} bytes, files: {new.files}, {seconds:.1f} s")
     return 0

@@ -53,11 +53,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = join_ranks()
     if ranks.rank == 0 and job.paths:
         print(f"writes at most {format_size(planned_write_bytes(job))}", file=sys.stderr)
-    progress = Progress()
-    try:
+    with Progress() as progress:
         profile = run_profile(job, ranks, progress.show)
-    finally:
-        progress.clear()
     if ranks.rank == 0:
         if args.output is not None:
             write_json(args.output, profile, "the profile")

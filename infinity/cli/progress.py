@@ -19,7 +19,7 @@ _SOON_S = 1.0  # nothing is said of the end before so much is known
 
 
 class Progress:
-    """One line that is drawn over and over; nothing where standard error is no terminal.
+    """One line that is drawn over and over; nothing where standard error is no terminal. A context manager.
 
     Attributes:
         cpu_s: processor seconds that drawing from a thread has taken so far, for who measures something meanwhile.
@@ -32,6 +32,12 @@ class Progress:
         self._began_s = time.monotonic()
         self._text = ""
         self._share: Callable[[], float | None] = lambda: None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.clear()
 
     def show(self, text: str, share: float | None = None) -> None:
         """Draw `text` with how much is done, 0 to 1, if that is known."""

@@ -44,16 +44,13 @@ def run(args: argparse.Namespace) -> int:
     device = _device(args.device)
     if args.path is not None and not args.path.is_dir():
         raise ConfigError(f"--path {args.path}: there is no such directory")
-    progress = Progress()
     found = []
-    with tempfile.TemporaryDirectory(prefix="infinity-selftest-", dir=args.path) as path, same_bits_each_time():
-        try:
-            for outcome in outcomes(all_checks(device, Path(path)), progress.show):
-                found.append(outcome)
-                if args.json:
-                    print(json.dumps(asdict(outcome) | {"verdict": outcome.verdict.value}), flush=True)
-        finally:
-            progress.clear()
+    directory = tempfile.TemporaryDirectory(prefix="infinity-selftest-", dir=args.path)
+    with directory as path, same_bits_each_time(), Progress() as progress:
+        for outcome in outcomes(all_checks(device, Path(path)), progress.show):
+            found.append(outcome)
+            if args.json:
+                print(json.dumps(asdict(outcome) | {"verdict": outcome.verdict.value}), flush=True)
     counts = _counts(found)
     if args.json:
         print(json.dumps({"device": str(device), **counts}))
