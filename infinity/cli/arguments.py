@@ -38,6 +38,18 @@ def name_argument(text: str) -> str:
     return str(path_argument(text)) if text.startswith("~") or not text else text
 
 
+def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Refuse smaller values of these options, as far as they are given.
+
+    Raises:
+        ConfigError: the message has the option, its value and the least one.
+    """
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+
+
 def check_directory(option: str, path: Path) -> None:
     """Check, before long work, that its results can be written into a directory, which need not exist.
 

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from infinity.cli.arguments import check_least
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raises ConfigError if the options say nothing together."""
     if args.simulate_faults is None and args.seed is not None:
         raise ConfigError("--seed is of --simulate-faults: give that, too")
-    if args.simulate_faults is not None and args.simulate_faults < 1:
-        raise ConfigError(f"--simulate-faults is {args.simulate_faults}; it must be at least 1")
+    check_least(args, 1, "simulate_faults")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import name_argument, path_argument, size_argument
+from infinity.cli.arguments import check_least, name_argument, path_argument, size_argument
 from infinity.cli.packages import needed_packages
 from infinity.cli.ready import config_argument
 from infinity.config import Config, load_config, with_values
@@ -191,10 +191,7 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
     """
     if args.machine_memory == 0:
         raise ConfigError("--machine-memory is 0; it must be more")
-    for name in ("tiles", "micro_batch_size", "accumulation", "seq_len", "nodes", "ranks"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    check_least(args, 1, "tiles", "micro_batch_size", "accumulation", "seq_len", "nodes", "ranks")
     with needed_packages(command):
         from infinity.memory import available_memory_bytes
         from infinity.planner import Drive, Machine, drives_here, free_on

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import check_file, path_argument, size_argument
+from infinity.cli.arguments import check_file, check_least, path_argument, size_argument
 from infinity.config import format_size, load_config, write_json
 from infinity.errors import ConfigError
 
@@ -68,8 +68,7 @@ def _job(args: argparse.Namespace) -> ProfileJob:
 
     if args.seconds <= 0:
         raise ConfigError(f"--seconds is {args.seconds}; it must be more than 0")
-    if args.params < 2048:
-        raise ConfigError(f"--params is {args.params}; it must be at least 2048")
+    check_least(args, 2048, "params")
     config = load_config(args.config or {})
     aio = config.aio
     paths = tuple(path.absolute() for path in args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from infinity.cli.arguments import check_least
 from infinity.errors import ConfigError
 from infinity.integrations.as_deepspeed import FOLDER
 from infinity.integrations.deepspeed.auto_values import auto_problem
@@ -150,8 +151,7 @@ def _meeting(args: argparse.Namespace) -> list[str]:
     Raises:
         ConfigError: several nodes without an address, or the other way round.
     """
-    if args.nodes < 1:
-        raise ConfigError(f"--nodes is {args.nodes}; it must be at least 1")
+    check_least(args, 1, "nodes")
     if args.master_port is not None and not 0 < args.master_port < 1 << 16:
         raise ConfigError(f"--master-port is {args.master_port}; it must be a port, 1 to 65535")
     if args.nodes == 1:
@@ -174,20 +174,11 @@ def _meeting(args: argparse.Namespace) -> list[str]:
 
 
 def _endings(args: argparse.Namespace) -> list[str]:
-    """What torchrun does when a rank ends, or is to end, as its options.
-
-    Raises:
-        ConfigError: a number below what it can be.
-    """
-    options = []
-    for name, least in (("max_restarts", 0), ("shutdown_timeout", 1)):
-        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
-        if value is None:
-            continue
-        if value < least:
-            raise ConfigError(f"{option} is {value}; it must be at least {least}")
-        options.append(f"{option}={value}")
-    return options
+    """What torchrun does when a rank ends, or is to end, as its options."""
+    check_least(args, 0, "max_restarts")
+    check_least(args, 1, "shutdown_timeout")
+    options = {"--max-restarts": args.max_restarts, "--shutdown-timeout": args.shutdown_timeout}
+    return [f"{option}={value}" for option, value in options.items() if value is not None]
 
 
 def _binding(args: argparse.Namespace) -> list[str]:

@@ -7,7 +7,7 @@ import math
 import sysconfig
 from pathlib import Path
 
-from infinity.cli.arguments import name_argument, path_argument
+from infinity.cli.arguments import check_least, name_argument, path_argument
 from infinity.cli.packages import needed_packages
 from infinity.cli.ready import config_argument
 from infinity.errors import ConfigError
@@ -199,10 +199,7 @@ def _check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: the message has the option, the value and what it may be.
     """
-    for name in _COUNTS:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    check_least(args, 1, *_COUNTS)
     if args.warmup is not None and args.warmup < 0:
         raise ConfigError(f"--warmup is {args.warmup}; it must be a number of steps, at least 0")
     if abs(args.seed) > _MAX_SEED:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.cli.arguments import check_least
 from infinity.config import AioConfig, format_size, load_config
 from infinity.errors import ConfigError
 from infinity.io import IoOptions
@@ -96,10 +97,7 @@ def job_of(args: argparse.Namespace) -> Job:
     Raises:
         ConfigError: an option or a combination that cannot work.
     """
-    for name in ("queue_depth", "threads", "runs"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    check_least(args, 1, "queue_depth", "threads", "runs")
     if args.runtime is not None and not 0 <= args.runtime < math.inf:
         raise ConfigError(f"--runtime is {args.runtime}; it must be a number of seconds that is not negative")
     if args.sweep and args.runtime == 0:

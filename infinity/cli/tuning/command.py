@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 
 from infinity import __version__
-from infinity.cli.arguments import check_file
+from infinity.cli.arguments import check_file, check_least
 from infinity.cli.planning import libraries_bytes
 from infinity.cli.progress import Progress
 from infinity.cli.training.models import build_model, max_tokens
@@ -96,9 +96,7 @@ def _read(args: argparse.Namespace) -> tuple[dict[str, Any], Config]:
     Raises:
         ConfigError: it cannot work, or an option cannot.
     """
-    for name in ("seq_len", "steps"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    check_least(args, 1, "seq_len", "steps")
     for name in ("out", "html"):
         path = getattr(args, name)
         if path is not None:
