@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.cli import adam_peer
 from infinity.cli.arguments import path_argument, program_argument
+from infinity.cli.plots import new_figure, save_figure
 from infinity.cli.progress import Progress
 from infinity.config import format_size
 from infinity.errors import ConfigError
@@ -144,14 +145,10 @@ def _print_table(block: list[dict[str, Any]], formats: list[str]) -> None:
 
 
 def _plot(records: list[dict[str, Any]], path: Path) -> None:
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: python -m pip install matplotlib") from error
     labels = [f"{r['name']}\n{r['params'] / 1e6:g}M, {r['threads']} thr" for r in records]
-    figure, axes = pyplot.subplots(figsize=(1.5 + 0.9 * len(records), 4), layout="constrained")
+    figure = new_figure("--plot", 1.5 + 0.9 * len(records), 4)
+    axes = figure.subplots()
     axes.bar(range(len(records)), [r["params_per_s"] / 1e9 for r in records])
     axes.set_xticks(range(len(records)), labels, fontsize=7)
     axes.set_ylabel("G parameters/s (median)")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save_figure(figure, "--plot", path)

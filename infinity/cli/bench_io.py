@@ -108,18 +108,13 @@ def _run_once(job: Job) -> None:
 
 
 def _run_sweeps(job: Job, args: argparse.Namespace) -> None:
-    from infinity.cli.disk.sweeping import (
-        Sweeps,
-        check_plot,
-        plot_all,
-        sweep_memory_bytes,
-        write_config,
-    )
+    from infinity.cli.disk.sweeping import Sweeps, plot_all, sweep_memory_bytes, write_config
+    from infinity.cli.plots import check_matplotlib
     from infinity.memory import available_memory_bytes
     from infinity.memory.filled import random_memory
 
     if args.plot:
-        check_plot()
+        check_matplotlib("--plot")
     sweeps = Sweeps(job, args.resume, sweep_memory_bytes(available_memory_bytes()))
     sweeps.announce()
     with ExitStack() as stack:

@@ -11,6 +11,7 @@ from infinity.cli import faults
 from infinity.cli.arguments import path_argument, size_argument
 from infinity.cli.estimate import estimate_lines, report_problems
 from infinity.cli.planning import Draft, add_arguments, lay_out
+from infinity.cli.plots import plot_sweep
 from infinity.config import format_size
 from infinity.errors import ConfigError
 
@@ -57,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
     sweep = Sweep(asked.model, asked.config, asked.machine, asked.rates, asked.seq_len, asked.checkpointing)
     points = sweep.over(args.sweep) if args.sweep else []
     if args.plot is not None:
-        from infinity.cli.plots import plot_sweep
-
         plot_sweep(args.plot, args.sweep, points)
     found = faults.simulate_faults(args, draft, later)
     if args.json:

@@ -1,13 +1,13 @@
-"""Drawings of plans."""
+"""Figures of matplotlib, which is an extra."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infinity.distribution import install_command
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from infinity.planner import Point
@@ -15,18 +15,37 @@ if TYPE_CHECKING:
 _AXES = {"tokens": "tokens of a micro-batch", "host-memory": "tiering.host_memory, GiB", "drives": "drives"}
 
 
-def plot_sweep(path: Path, what: str, points: Sequence[Point]) -> None:
-    """Step and tokens a second over what is swept.
+def check_matplotlib(option: str) -> None:
+    """Raises ConfigError where nothing can be drawn, which is better known before an hour of measuring."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{option} needs matplotlib: {install_command('plot')}") from error
+
+
+def new_figure(option: str, width: float, height: float) -> Any:
+    """An empty figure, for the file that an option names."""
+    check_matplotlib(option)
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, option: str, path: Path) -> None:
+    """Write a figure.
 
     Raises:
-        InfinityError: matplotlib is not installed.
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or its kind is unknown.
     """
     try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise InfinityError(f"--plot needs matplotlib: {install_command('plot')}") from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path}: {error}; give a file to write, such as plot.png") from error
+
+
+def plot_sweep(path: Path, what: str, points: Sequence[Point]) -> None:
+    """Step and tokens a second over what is swept."""
+    figure = new_figure("--plot", 7, 4.5)
     axes = figure.subplots()
     values = [point.value / (1 << 30 if what == "host-memory" else 1) for point in points]
     axes.plot(values, [point.step_s for point in points], marker="o", label="step, s")
@@ -35,7 +54,4 @@ def plot_sweep(path: Path, what: str, points: Sequence[Point]) -> None:
     other.plot(values, [point.tokens_per_s for point in points], marker="s", color="tab:orange", label="tokens/s")
     other.set(ylabel="tokens/s", ylim=(0, None))
     figure.legend(loc="outside upper center", ncols=2)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: {error}; give a file to write, such as sweep.png") from error
+    save_figure(figure, "--plot", path)

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.arguments import path_argument
+from infinity.cli.plots import new_figure, save_figure
 from infinity.cli.reporting.lanes import COLOURS
 from infinity.cli.terminal import plain
 from infinity.config import format_size
-from infinity.distribution import install_command
-from infinity.errors import ConfigError
 from infinity.telemetry import Lane
 from infinity.telemetry.timeline_summary import Ran, TimelineSum, read_timeline, step_windows, sum_up
 
@@ -90,14 +89,10 @@ def _show(total: TimelineSum) -> None:
 
 def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> None:
     """One row a lane; what overlaps in a lane is drawn over one another."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"--png needs matplotlib: {install_command('plot')}") from error
     windows = step_windows(spans)
     begin_s, end_s = windows[total.steps[0]][0], windows[total.steps[-1]][1]
     lanes = list(total.lanes)
-    figure = Figure(figsize=(12, 0.8 + 0.5 * len(lanes)), layout="constrained")
+    figure = new_figure("--png", 12, 0.8 + 0.5 * len(lanes))
     axes = figure.subplots()
     for row, lane in enumerate(lanes):
         bars = [
@@ -117,7 +112,4 @@ def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> N
     axes.set_yticks(range(len(lanes)), labels)
     axes.invert_yaxis()
     axes.set(title=title, xlabel="seconds", xlim=(0, end_s - begin_s))
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:  # the latter for an unknown kind of picture
-        raise ConfigError(f"--png {path}: {error}") from error
+    save_figure(figure, "--png", path)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from infinity.cli.disk.job import Job
 from infinity.cli.disk.results import VERSION, Facts, block_text, folded
+from infinity.cli.plots import new_figure, save_figure
 from infinity.cli.progress import Progress
 from infinity.config import format_size, with_values, write_json
-from infinity.distribution import install_command
 from infinity.errors import ConfigError
 from infinity.io import IoOptions, Span
 from infinity.io.bench import ring_bytes
@@ -264,18 +264,8 @@ def plot_path(path: Path, place: Path, operation: str, places: Sequence[Path]) -
     return path.with_name(f"{path.stem}-{operation}-{name}{number}{path.suffix}")
 
 
-def check_plot() -> None:
-    """Raises ConfigError where nothing can be drawn, which is better known before an hour of measuring."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib: {install_command('plot')}") from error
-
-
 def _plot(path: Path, title: str, points: Sequence[SweepPoint]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure("--plot", 7, 4.5)
     axes = figure.subplots()
     for depth in sorted({point.options.queue_depth for point in points}):
         line = sorted(
@@ -289,7 +279,7 @@ def _plot(path: Path, title: str, points: Sequence[SweepPoint]) -> None:
     axes.set_xticks(blocks, [block_text(block) for block in blocks])
     axes.set(title=title, xlabel="block size", ylabel="GB/s", ylim=(0, None))
     axes.legend()
-    figure.savefig(path)
+    save_figure(figure, "--plot", path)
 
 
 def write_config(path: Path, found: dict[Key, Sequence[SweepPoint]], default: IoOptions) -> None:
