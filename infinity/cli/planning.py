@@ -290,10 +290,7 @@ def _model(args: argparse.Namespace, command: str) -> tuple[nn.Module, str, int]
             from infinity.cli.training.models import max_tokens, model_shape
         transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
         model = model_shape(args.model)
-        longest = max_tokens(model) or _TOKENS
-        if args.seq_len is not None and args.seq_len > longest:
-            raise ConfigError(f"--seq-len is {args.seq_len}, but {args.model} takes at most {longest} tokens")
-        return model, args.model, longest
+        return model, args.model, max_tokens(model, args.model, args.seq_len) or _TOKENS
     from infinity.planner import WIDTH_STEP, Shape, decoder_of, shape_of
 
     try:

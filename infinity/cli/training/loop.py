@@ -191,9 +191,7 @@ def _prepare(settings: Settings) -> _Prepared:
     in_place = settings.lora is not None and source is not None and reads_in_place(config, source)
     model, weights = build_model(settings.model, in_place=in_place)
     params = sum(param.numel() for param in model.parameters())
-    longest = max_tokens(model)
-    if longest is not None and settings.data.seq_len > longest:
-        raise ConfigError(f"--seq-len is {settings.data.seq_len}, but {settings.model} takes at most {longest} tokens")
+    max_tokens(model, settings.model, settings.data.seq_len)
     tokenizer = find_tokenizer(settings.model if source is None else str(source), settings.tokenizer)
     data = open_data(settings.data, tokenizer, model, settings.model, ranks)
     steps = settings.steps or _DEFAULT_STEPS

@@ -200,7 +200,9 @@ def checkpoint_activations(model: nn.Module) -> None:
     model.config.use_cache = False  # type: ignore[union-attr]
 
 
-def max_tokens(model: nn.Module) -> int | None:
-    """Longest sample that the architecture takes; None if it does not say."""
+def max_tokens(model: nn.Module, name: str, asked: int | None) -> int | None:
+    """Longest sample that the architecture takes, None if it does not say; raises ConfigError if `asked` is longer."""
     limit: int | None = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and asked is not None and asked > limit:
+        raise ConfigError(f"--seq-len is {asked}, but {name} takes at most {limit} tokens")
     return limit

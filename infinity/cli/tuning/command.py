@@ -135,9 +135,7 @@ def _look(
     """Measure the machine, unless the record has it, and lay out what there is to choose from."""
     transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
     model = build_model(args.model)[0]
-    longest = max_tokens(model)
-    if longest is not None and args.seq_len > longest:
-        raise ConfigError(f"--seq-len is {args.seq_len}, but {args.model} takes at most {longest} tokens")
+    max_tokens(model, args.model, args.seq_len)
     limits = Limits(args.host_memory, args.device_memory, args.max_disk)
     setting_of(config, limits)  # refused before anything is measured
     if record.machine is None:
