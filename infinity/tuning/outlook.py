@@ -50,13 +50,9 @@ class Prediction:
 
     step_s: float
     refused: str = ""
-    bottleneck: str = "nothing"
     parts: Mapping[str, float] | None = None
     nvme_bytes: int = 0
     moved_bytes: int = 0
-    written_bytes: int = 0
-    host_bytes: int = 0
-    process_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -150,13 +146,9 @@ class Outlook:
         return Prediction(
             step_s=step.seconds,
             refused="; ".join(self._problems(plan, needs, config)),
-            bottleneck=step.bottleneck,
             parts=dict(step.parts),
             nvme_bytes=plan.nvme_bytes,
             moved_bytes=plan.read_bytes + plan.write_bytes,
-            written_bytes=plan.write_bytes,
-            host_bytes=plan.host_used_bytes,
-            process_bytes=needs.process_bytes,
         )
 
     def _problems(self, plan: TrainingPlan, needs: Estimate, config: Config) -> Iterator[str]:

@@ -54,7 +54,7 @@ def _compared(knob: str, best: Setting, value: Any, outlook: Outlook, record: Re
     """`best` beside the same with another value of one knob."""
     name = shown(knob, value)
     other = canonical(replace(best, **{knob: value}), outlook.given)
-    ratios = _measured(best, other, record)
+    ratios = record.ratios(other, best)
     if ratios:
         return f"measured: {_times(statistics.median(ratios))} with {name} ({_pairs(len(ratios))})"
     failed = next((run.error for run in record.runs if run.setting == other and run.error), "")
@@ -70,21 +70,10 @@ def _why_kept(knob: str, best: Setting, outlook: Outlook, choices: Choices, reco
     settings = {value: canonical(replace(best, **{knob: value}), outlook.given) for value in others}
 
     def rank(value: Any) -> tuple[bool, float]:
-        ratios = _measured(best, settings[value], record)
+        ratios = record.ratios(settings[value], best)
         return not ratios, statistics.median(ratios) if ratios else outlook.of(settings[value]).step_s
 
     return _compared(knob, best, min(others, key=rank), outlook, record)
-
-
-def _measured(best: Setting, other: Setting, record: Record) -> list[float]:
-    """Steps of `other` over those of `best`, of runs next to one another."""
-    ratios: list[float] = []
-    for duel in record.duels:
-        if (duel.challenger, duel.holder) == (other, best):
-            ratios += duel.ratios
-        elif (duel.challenger, duel.holder) == (best, other):
-            ratios += [1 / ratio for ratio in duel.ratios]
-    return ratios
 
 
 def _times(ratio: float) -> str:

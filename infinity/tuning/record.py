@@ -108,6 +108,16 @@ class Record:
         whole = [run.median_s for run in runs if not run.stopped] or [run.median_s for run in runs]
         return statistics.median(whole) if whole else float("inf")
 
+    def ratios(self, one: Setting, other: Setting) -> list[float]:
+        """Steps of `one` over those of `other`, of runs next to one another."""
+        found: list[float] = []
+        for duel in self.duels:
+            if (duel.challenger, duel.holder) == (one, other):
+                found += duel.ratios
+            elif (duel.challenger, duel.holder) == (other, one):
+                found += [1 / ratio for ratio in duel.ratios]
+        return found
+
     def write(self) -> None:
         """Whole or not at all.
 

@@ -213,13 +213,7 @@ class Search:
 
     def _direct(self, setting: Setting) -> list[float]:
         """Its step over the given configuration's, where they were compared."""
-        found: list[float] = []
-        for duel in self._record.duels:
-            if (duel.challenger, duel.holder) == (setting, self.given):
-                found += duel.ratios
-            elif (duel.challenger, duel.holder) == (self.given, setting):
-                found += [1 / ratio for ratio in duel.ratios]
-        return found
+        return self._record.ratios(setting, self.given)
 
     def _ratio(self, setting: Setting) -> float:
         before, after = self._record.median_s(self.given), self._record.median_s(setting)
