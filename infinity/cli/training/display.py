@@ -39,7 +39,7 @@ class Display:
         self._losses: deque[float] = deque(maxlen=_HISTORY)
         self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._drawn_s = 0.0
-        self._drawing = Drawing(lambda: _Picture(self), stays=True)
+        self._drawing = Drawing(lambda: self, stays=True)
 
     def show(self, report: StepReport) -> None:
         """A step has finished."""
@@ -59,6 +59,9 @@ class Display:
     def end(self) -> None:
         """Draw the last step, and leave it there."""
         self._drawing.end()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.picture(options.max_width, blocks=not options.ascii_only)
 
     def picture(self, width: int, *, blocks: bool) -> RenderableType:
         """Two lines, or four.
@@ -96,16 +99,6 @@ class Display:
             f"least {min(self._losses):.4f}",
             f"mean of {len(recent)} {statistics.mean(recent):.4f}",
         ]
-
-
-class _Picture:
-    """What a display looks like on the terminal as wide as it is now."""
-
-    def __init__(self, display: Display) -> None:
-        self._display = display
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._display.picture(options.max_width, blocks=not options.ascii_only)
 
 
 def _line(parts: Sequence[str]) -> Text:
