@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from infinity.cli.arguments import path_argument
+from infinity.cli.pages.document import write_page
 from infinity.cli.reporting.page import page
 from infinity.cli.reporting.read import RunLines, read_log
 from infinity.cli.reporting.summary import summarize
@@ -42,9 +44,10 @@ def run(args: argparse.Namespace) -> int:
     if target is not None:
         if target.exists() and target.samefile(args.log):
             raise ConfigError(f"--html {target} is the log itself: name another file")
-        _write(target, page(f"infinity: {_name(args.log, found)}", found, summary, _timeline(args.timeline, found)))
+        title = f"infinity: {_name(args.log, found)}"
+        write_page(target, page(title, found, summary, _timeline(args.timeline, found)))
     if args.json:
-        print(json.dumps(summary.facts()))
+        print(json.dumps(asdict(summary)))
         return 0
     rows = summary.rows()
     width = max(len(name) for name, _ in rows)
@@ -67,10 +70,3 @@ def _timeline(given: Path | None, found: RunLines) -> list[Ran]:
     if told is None or "\0" in told or not Path(told).is_file():
         return []
     return read_timeline(Path(told))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8", errors="replace")  # of a path that is not UTF-8
-    except OSError as error:
-        raise ConfigError(f"--html {path} cannot be written: {error.strerror}") from error

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
+
+from infinity.errors import ConfigError
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #222; --dim: #555; --back: #fff; --line: #ddd; --grid: #eee; --axis: #999;
@@ -38,6 +41,18 @@ def document(title: str, parts: Iterable[str]) -> str:
             "",
         ]
     )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page to the file of --html.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8", errors="replace")  # of a path that is not UTF-8
+    except OSError as error:
+        raise ConfigError(f"--html {path} cannot be written: {error.strerror}") from error
 
 
 def table(heads: Sequence[str], rows: Iterable[str]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from infinity.cli.progress import clock
 from infinity.cli.reporting.read import Row, RunLines
@@ -47,10 +46,6 @@ class Summary:
     peak_bytes: dict[str, int]
     capacity_bytes: dict[str, int]
     resumed: list[int]
-
-    def facts(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
         """For people: what it is, and the value."""

@@ -12,12 +12,13 @@ import transformers
 
 from infinity import __version__
 from infinity.cli.arguments import check_file, check_least
+from infinity.cli.pages.document import write_page
 from infinity.cli.planning import libraries_bytes
 from infinity.cli.progress import Progress
 from infinity.cli.training.models import build_model, max_tokens
 from infinity.cli.tuning.launcher import TrialJob, Trials, Workers, measure_in_process
 from infinity.cli.tuning.page import page
-from infinity.cli.tuning.report import Report, report_of
+from infinity.cli.tuning.report import report_of
 from infinity.config import Config, load_config, read_json, write_json
 from infinity.errors import ConfigError
 from infinity.memory import available_memory_bytes
@@ -80,7 +81,9 @@ def tune(args: argparse.Namespace) -> int:
     finally:
         progress.clear()
     report = report_of(args.model, args.seq_len, outcome, outlook, choices, record)
-    _write(args, report)
+    write_json(args.out, report.values, "the configuration")
+    if args.html is not None:
+        write_page(args.html, page(report))
     print(json.dumps(report.facts()) if args.json else "\n".join(report.lines()))
     if not args.json:
         print(f"written to {args.out}")
@@ -209,15 +212,3 @@ class _Shown:
 
     def clear(self) -> None:
         self._progress.clear()
-
-
-# After #
-
-
-def _write(args: argparse.Namespace, report: Report) -> None:
-    write_json(args.out, report.values, "the configuration")
-    if args.html is not None:
-        try:
-            args.html.write_text(page(report), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--html {args.html}: {error.strerror}") from error
