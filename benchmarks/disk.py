@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from infinity.io import IoOptions
-from infinity.io.bench import BenchSession, bench_file
-from infinity.memory import Arena
-
-_FILE_BYTES = 4 << 30
+from infinity.io.bench import BenchSession, bench_file, ring_bytes
+from infinity.memory.filled import random_memory
 
 
-def disk_bytes_per_s(path: Path, *, runtime_s: float = 5.0) -> float:
-    """Reads and writes together, as `infinity bench-io --op mixed --runtime` measures them.
+def disk_bytes_per_s(path: Path, operation: str = "mixed", *, runtime_s: float = 5.0, size: int = 4 << 30) -> float:
+    """Reads and writes together, or one of them, as `infinity bench-io --op OPERATION --runtime` measures them.
 
     Args:
         runtime_s: passes over the file are made for at least so long. A shared drive changes from one second to the
             next; what a step is held against should be as long as the step.
+        size: bytes of the file.
     """
-    arena = Arena(256 << 20)
     options = IoOptions()
-    with arena.lease(arena.capacity_bytes) as lease, bench_file(path, _FILE_BYTES) as file:
-        lease.tensor(torch.uint8).random_()
-        with BenchSession(file, _FILE_BYTES, "auto", options, lease.span()) as session:
-            session.fill()
-            rate = session.run("mixed", runtime_s).bytes_per_s
-    arena.close()
-    return rate
+    with (
+        random_memory(ring_bytes(options)) as buffers,
+        bench_file(path, size) as file,
+        BenchSession(file, size, "auto", options, buffers) as session,
+    ):
+        session.fill()
+        return session.run(operation, runtime_s).bytes_per_s

@@ -49,12 +49,10 @@ from torch import nn
 
 import infinity
 import infinity.kernels
+from benchmarks.disk import disk_bytes_per_s
 from infinity.config import load_config
-from infinity.io import IoOptions
-from infinity.io.bench import BenchSession, bench_file, ring_bytes
 from infinity.kernels import Hyper, update_on_device
 from infinity.memory.available import device_level
-from infinity.memory.filled import random_memory
 from infinity.optim import formats, pipeline
 from infinity.planner import Duplex, Machine, Rates, Work, plan_training, predict_step
 from infinity.planner.work import Pass, Product
@@ -166,21 +164,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
         return self.head(x).float().square().mean()
-
-
-# What this machine gives #
-
-
-def drive_rate(path: Path) -> float:
-    """Bytes a second of the drive, reading and writing at once, as the swap space does."""
-    options, size = IoOptions(), 1 << 30
-    with (
-        random_memory(ring_bytes(options)) as buffers,
-        bench_file(path, size) as file,
-        BenchSession(file, size, "auto", options, buffers) as session,
-    ):
-        session.fill()
-        return session.run("mixed").bytes_per_s
 
 
 # One training #
@@ -341,9 +324,7 @@ def train(
     if trace is not None:
         simdev.write_trace(trace)
     rows = rows[2:]
-    engines = {
-        name: statistics.median(row[name] for row in rows) for name in ("compute", "h2d", "d2h", "optimizer", "drive")
-    }
+    engines = {name: statistics.median(row[name] for row in rows) for name in ENGINES}
     step_s = statistics.median(row["step_s"] for row in rows)
     in_place = engines | {"optimizer": min(engines["optimizer"], params * slower / regime.adam)}
     floor = max(in_place, key=in_place.__getitem__)
@@ -475,7 +456,7 @@ def main() -> None:
         sys.exit(problem)
     if args.traces is not None:
         args.traces.mkdir(parents=True, exist_ok=True)
-    drive = args.drive_rate or drive_rate(args.path)
+    drive = args.drive_rate or disk_bytes_per_s(args.path, runtime_s=0.0, size=1 << 30)
     print(f"the drive: {drive / 1e9:.2f} GB/s, reading and writing", flush=True)
     names = args.regimes.split(",")
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}

@@ -32,12 +32,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.initialization import no_init_weights
 
 import infinity
+from benchmarks.disk import disk_bytes_per_s
 from benchmarks.workload import disk_bytes
 from infinity.config import parse_size
 from infinity.integrations import from_pretrained, pretrained_model
-from infinity.io import IoOptions
-from infinity.io.bench import BenchSession, bench_file
-from infinity.memory import Arena
 from tests.behaviour.control_groups import control_group
 
 PROMPT, NEW_TOKENS, STEPS = 8, 6, 4
@@ -212,18 +210,6 @@ def size_of(directory: str) -> int:
     return sum(file.stat().st_size for file in Path(directory).rglob("*") if file.is_file())
 
 
-def read_rate(path: Path) -> float:
-    """Bytes a second that the drive reads through this library's engine, in a process with memory of its own."""
-    arena, options, size = Arena(256 << 20), IoOptions(), 4 << 30
-    with arena.lease(arena.capacity_bytes) as lease, bench_file(path, size) as file:
-        lease.tensor(torch.uint8).random_()
-        with BenchSession(file, size, "auto", options, lease.span()) as session:
-            session.fill()
-            rate = session.run("read", 8.0).bytes_per_s
-    arena.close()
-    return rate
-
-
 # Processes of their own #
 
 
@@ -242,7 +228,7 @@ def worker(what: str, path: Path, group: Path | None = None, host_memory: int = 
 
 def work(what: str, path: Path, group: str, host_memory: int, length: int) -> None:
     if what == "rate":
-        told: dict[str, Any] = {"bytes_per_s": read_rate(path.parent)}
+        told: dict[str, Any] = {"bytes_per_s": disk_bytes_per_s(path.parent, "read", runtime_s=8.0)}
     elif what == "plain generate":
         told = plain_generate(path)
     elif what == "plain train":

@@ -28,6 +28,7 @@ import infinity
 from benchmarks import overhead
 from infinity.errors import CapacityError
 from infinity.schedule.plan import make_plan
+from tests.behaviour.reference import named_budget
 
 WIDTH = 8
 
@@ -43,7 +44,7 @@ def least_memory(units: int, path: str) -> int:
     try:
         infinity.initialize(model=overhead.Blocks(units, WIDTH), config=config_of(path, "nvme", 1), device="cpu")
     except CapacityError as error:
-        return int(str(error).lower().split("raise ")[1].split(" to ")[1].split()[0])
+        return named_budget(error)
     raise RuntimeError("a budget of one byte was not refused")
 
 

@@ -17,24 +17,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
-from torch import nn
 
 import infinity
+from benchmarks.overhead import Blocks, config_of
+from tests.behaviour.reference import named_budget
 
 ROOT = str(Path(infinity.__file__).parent)
 WIDTH = 64
-
-
-class Blocks(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
 
 
 class Trace:
@@ -53,29 +45,16 @@ class Trace:
         self.calls[source, frame.f_code.co_filename.removeprefix(ROOT + "/")] += 1
 
 
-def config_of(path: str, host_memory: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
-        "tiering": {"nvme": [{"path": path}], "host_memory": host_memory, "tile_size": "64KiB"},
-    }
-
-
 def traced_step(blocks: int, path: str) -> Trace:
+    config = config_of(path, "nvme")
+    config["tiering"] |= {"host_memory": 1, "tile_size": "64KiB"}
     try:
-        infinity.initialize(model=Blocks(blocks), config=config_of(path, 1), device="cpu")
-    except infinity.CapacityError as error:
-        least = int(str(error).lower().split("raise ")[1].split(" to ")[1].split()[0])
-    config = config_of(path, least + 4 * WIDTH * (WIDTH + 1) * blocks // 3)
+        infinity.initialize(model=Blocks(blocks, WIDTH), config=config, device="cpu")
+    except infinity.CapacityError as refusal:
+        config["tiering"]["host_memory"] = named_budget(refusal) + 4 * WIDTH * (WIDTH + 1) * blocks // 3
     trace = Trace()
     x = torch.randn(2, WIDTH, requires_grad=True)
-    with infinity.initialize(model=Blocks(blocks), config=config, device="cpu")[0] as engine:
+    with infinity.initialize(model=Blocks(blocks, WIDTH), config=config, device="cpu")[0] as engine:
         for step in range(4):
             sys.setprofile(trace if step == 3 else None)
             engine.backward(engine(x))
