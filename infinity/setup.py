@@ -170,11 +170,7 @@ def _give_back(values: InitialValues, outside: OutsideUnits, runtime: Runtime | 
 
 
 def _meet(model: Any, config: Any, optimizer: Any, process_group: Any | None) -> tuple[Config, Ranks, nn.Module]:
-    """The configuration, the ranks, and the model itself; where one rank refuses what it is given, all do.
-
-    Raises:
-        ConfigError: a rank cannot read its configuration, or what it was given is none that can work.
-    """
+    """The configuration, the ranks, and the model itself; where one rank refuses what it is given, all do."""
     size = world_size(process_group)
 
     def read() -> tuple[Config, nn.Module]:
@@ -255,11 +251,7 @@ def _agreed_optimizer(
 
 
 def _check_arguments(model: Any, config: Any, optimizer: Any) -> None:
-    """Refuse what is no model, no configuration or no optimizer.
-
-    Raises:
-        ConfigError: it says which.
-    """
+    """Refuse what is no model, no configuration or no optimizer."""
     if isinstance(config, nn.Module):
         raise ConfigError("`config` is a model: the order is initialize(model, config, ...), or name the arguments")
     if not isinstance(model, nn.Module):
@@ -283,11 +275,7 @@ def _words(value: Any) -> str:
 
 
 def _check_batch(config: Config, ranks: Ranks) -> None:
-    """A configuration that was resolved before is for this many ranks.
-
-    Raises:
-        ConfigError: it is not, or they cannot be divided as it says.
-    """
+    """Refuse a configuration that was resolved for another number of ranks, or that they cannot share as it says."""
     per_rank = config.micro_batch_size * config.gradient_accumulation_steps
     if per_rank * ranks.size != config.train_batch_size:
         raise ConfigError(
@@ -334,12 +322,7 @@ def _parameters(
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Refuse what cannot be trained.
-
-    Raises:
-        ConfigError: by name: a parameter without a shape, in float64, or to be trained in fewer than 16 bits or complex
-            numbers; or there is none to train.
-    """
+    """Refuse what cannot be trained."""
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ConfigError(f"parameter `{name}` has no shape yet (a lazy module); run one forward pass first")
@@ -364,11 +347,7 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def _check_memory_of_their_own(model: nn.Module) -> None:
-    """Refuse parameters that lie in one another's memory: in their tiers they would be values of their own.
-
-    Raises:
-        ConfigError: it names two of them.
-    """
+    """Refuse parameters that lie in one another's memory: in their tiers they would be values of their own."""
     spans = []
     for name, param in model.named_parameters():
         part = local_part(param)
@@ -389,11 +368,7 @@ def _check_memory_of_their_own(model: nn.Module) -> None:
 
 
 def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> tuple[dict[str, int], dict[str, int]]:
-    """Parameter group by parameter name, of those that are trained, and of those that are frozen.
-
-    Raises:
-        ConfigError: a group has a parameter that is not the model's.
-    """
+    """Parameter group by parameter name, of those that are trained, and of those that are frozen."""
     names = {id(param): name for name, param in model.named_parameters()}
     trained: dict[str, int] = {}
     frozen: dict[str, int] = {}

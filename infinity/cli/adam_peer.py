@@ -50,11 +50,7 @@ class PeerProcess:
         self._built.cleanup()
 
     def _step(self) -> float:
-        """Run one step there and return the seconds that it took.
-
-        Raises:
-            ConfigError: the process has ended, most likely because DeepSpeed does not work in its environment.
-        """
+        """Run one step there and return the seconds that it took."""
         requests, answers = self._process.stdin, self._process.stdout
         assert requests is not None and answers is not None  # noqa: PT018  (both are pipes)
         with contextlib.suppress(BrokenPipeError):

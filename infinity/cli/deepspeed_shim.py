@@ -46,11 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_no_deepspeed() -> None:
-    """Refuse to stand beside a DeepSpeed that is installed, which Python would find first.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse to stand beside a DeepSpeed that is installed, which Python would find first."""
     for distribution in metadata.distributions(name="deepspeed"):
         where = Path(str(distribution.locate_file("")))
         if where.resolve() != FOLDER.resolve():

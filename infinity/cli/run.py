@@ -113,11 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_launcher(args: argparse.Namespace) -> None:
-    """Refuse options of DeepSpeed's launcher that have no counterpart.
-
-    Raises:
-        ConfigError: the message says what to do instead.
-    """
+    """Refuse options of DeepSpeed's launcher that have no counterpart."""
     for option in _DEEPSPEEDS:
         value = getattr(args, f"deepspeeds{option.replace('-', '_')}")
         if value is not None:
@@ -146,11 +142,7 @@ def _left_auto(arguments: Sequence[str]) -> str:
 
 
 def _meeting(args: argparse.Namespace) -> list[str]:
-    """Where the processes meet, as torchrun's options.
-
-    Raises:
-        ConfigError: several nodes without an address, or the other way round.
-    """
+    """Where the processes meet, as torchrun's options."""
     check_least(args, 1, "nodes")
     if args.master_port is not None and not 0 < args.master_port < 1 << 16:
         raise ConfigError(f"--master-port is {args.master_port}; it must be a port, 1 to 65535")
@@ -182,11 +174,7 @@ def _endings(args: argparse.Namespace) -> list[str]:
 
 
 def _binding(args: argparse.Namespace) -> list[str]:
-    """Which CPUs the ranks run on, as torchrun's options.
-
-    Raises:
-        ConfigError: this torch cannot, or knows no such way.
-    """
+    """Which CPUs the ranks run on, as torchrun's options."""
     if args.numa_binding is None:
         return []
     try:
@@ -202,11 +190,7 @@ def _binding(args: argparse.Namespace) -> list[str]:
 
 
 def _accelerate(args: argparse.Namespace) -> list[str]:
-    """The command line of accelerate.
-
-    Raises:
-        ConfigError: options that accelerate has under other names.
-    """
+    """The command line of accelerate."""
     ours = (args.ranks, args.node_rank, args.address, args.max_restarts, args.shutdown_timeout, args.numa_binding)
     if args.nodes != 1 or any(value is not None for value in ours):
         raise ConfigError("accelerate starts the ranks: give `accelerate launch` its own --num_processes and the like")

@@ -72,11 +72,7 @@ def all_checks(device: torch.device, path: Path) -> list[Check]:
 
 
 def _device(asked: str | None) -> torch.device:
-    """Where to compute.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """Where to compute."""
     import torch
 
     from infinity.tiers import accelerator

@@ -82,11 +82,7 @@ def _lines(name: str | None, columns: int) -> list[str]:
 
 
 def _chosen(name: str | None) -> list[RunStatus]:
-    """The runs that were asked for.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """The runs that were asked for."""
     runs = read_runs()
     if name is None:
         return runs

@@ -194,11 +194,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that contradict one another or are out of range.
-
-    Raises:
-        ConfigError: the message has the option, the value and what it may be.
-    """
+    """Refuse options that contradict one another or are out of range."""
     check_least(args, 1, *_COUNTS)
     if args.warmup is not None and args.warmup < 0:
         raise ConfigError(f"--warmup is {args.warmup}; it must be a number of steps, at least 0")

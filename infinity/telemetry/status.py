@@ -63,11 +63,7 @@ def _is_private(directory: Path) -> bool:
 
 
 def _made() -> Path:
-    """The first directory that can be used.
-
-    Raises:
-        OSError: there is none.
-    """
+    """The first directory that can be used."""
     for directory in directories():
         with suppress(OSError):
             with suppress(FileExistsError):

@@ -193,11 +193,7 @@ class _Measurement:
         return replace(fio_job, huge_pages=job.huge_pages and self._has_huge_pages(fio_job))
 
     def _has_huge_pages(self, fio_job: FioJob) -> bool:
-        """Whether fio's memory lies in them as ours does; it reads once for that.
-
-        Raises:
-            ConfigError: it does not, and was asked for by name.
-        """
+        """Whether fio's memory lies in them as ours does; it reads once for that."""
         ours, in_flight = self._huge_page_bytes, self._job.options.queue_depth * self._job.options.block_size_bytes
         with self._turns.timed_turn(self._text("fio's memory"), 1.0, 0.0):
             theirs = fio_huge_page_bytes(replace(fio_job, operation="read", order=()))

@@ -148,11 +148,7 @@ def precision_is_auto(values: Mapping[str, Any]) -> bool:
 
 
 def _monitors(options: ConfigOptions) -> dict[str, Any]:
-    """Values that switch monitors on.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Values that switch monitors on."""
     for option, package, wanted in (
         ("--tensorboard", "tensorboard", options.tensorboard),
         ("--wandb", "wandb", options.wandb),

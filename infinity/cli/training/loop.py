@@ -392,11 +392,7 @@ class _Run:
             )
 
     def _micro_batches(self) -> Iterator[dict[str, torch.Tensor | bool]]:
-        """What the model is given; a micro-batch that is taken counts as seen.
-
-        Raises:
-            KeyboardInterrupt: a second signal asked for it.
-        """
+        """What the model is given; a micro-batch that is taken counts as seen."""
         size = self._engine.config.micro_batch_size
         _, ranks = rank_and_size()
         while True:

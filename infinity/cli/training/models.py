@@ -118,11 +118,7 @@ def model_directory(name: str, *, weights: bool = True) -> Path | None:
 
 
 def _from_hub(name: str, *, weights: bool) -> Path:
-    """A model's files in Hugging Face's cache; what is not there is downloaded.
-
-    Raises:
-        ConfigError: they are not in the cache and cannot be downloaded.
-    """
+    """A model's files in Hugging Face's cache; what is not there is downloaded."""
     needed = ("config.json", "*.safetensors") if weights else ("config.json",)
     try:
         cached = Path(snapshot_download(name, local_files_only=True))

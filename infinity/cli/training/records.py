@@ -123,11 +123,7 @@ def _listed(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _formed(place: str, record: Any) -> Record:
-    """The record in one of the three forms.
-
-    Raises:
-        ConfigError: it has none of the known formats, or a value is of another type.
-    """
+    """The record in one of the three forms."""
     found = [kind for kind, keys in _KINDS.items() if isinstance(record, dict) and all(key in record for key in keys)]
     if len(found) != 1:
         known = "; ".join(" and ".join(f"`{key}`" for key in keys) for keys in _KINDS.values())

@@ -94,11 +94,7 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> tuple[dict[str, Any], Config]:
-    """The file as it is, and what it means.
-
-    Raises:
-        ConfigError: it cannot work, or an option cannot.
-    """
+    """The file as it is, and what it means."""
     check_least(args, 1, "seq_len", "steps")
     for name in ("out", "html"):
         path = getattr(args, name)
