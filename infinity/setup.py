@@ -179,12 +179,6 @@ def _meet(model: Any, config: Any, optimizer: Any, process_group: Any | None) ->
         check_unowned(found)
         return config if isinstance(config, Config) else load_config(config, world_size=size), found
 
-    if size == 1:
-        resolved, found = read()
-        ranks = join_ranks(process_group, resolved.communication.timeout_s)
-        _check_batch(resolved, ranks)
-        _check_monitors(resolved)
-        return resolved, ranks, found
     outcome: list[tuple[Config, nn.Module]] = []
     failure: Exception | None = None
     try:
@@ -197,7 +191,8 @@ def _meet(model: Any, config: Any, optimizer: Any, process_group: Any | None) ->
         if failure is not None:
             raise failure
         _check_batch(outcome[0][0], ranks)
-        _check_monitors(outcome[0][0])
+        if is_first_process():
+            check_packages(outcome[0][0].monitors)
 
     ranks.each(check, "infinity.initialize(): the configuration", ConfigError)
     return outcome[0][0], ranks, outcome[0][1]
@@ -283,16 +278,6 @@ def _check_batch(config: Config, ranks: Ranks) -> None:
             f"but {ranks.size} are running: give load_config world_size={ranks.size}, or the configuration itself"
         )
     config.zero.sharing(ranks.size)
-
-
-def _check_monitors(config: Config) -> None:
-    """What rank 0 writes with is installed there.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if is_first_process():
-        check_packages(config.monitors)
 
 
 def _parameters(
