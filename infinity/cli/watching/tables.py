@@ -136,32 +136,28 @@ def _share_of(level: Mapping[str, int]) -> float:
     return level["used_bytes"] / max(1, level["capacity_bytes"])
 
 
-def _share(tier: str) -> Callable[[RunStatus], str]:
+def _level(tier: str, shown: Callable[[Mapping[str, int]], str]) -> Callable[[RunStatus], str]:
     def cell(run: RunStatus) -> str:
         level = run.facts.get("tiers", {}).get(tier)
-        return "-" if level is None else f"{_share_of(level):.0%}"
+        return "-" if level is None else shown(level)
 
     return cell
 
 
-def _used(tier: str) -> Callable[[RunStatus], str]:
-    def cell(run: RunStatus) -> str:
-        level = run.facts.get("tiers", {}).get(tier)
-        return "-" if level is None else f"{level['used_bytes'] / (1 << 30):.2f}"
+def _percent(level: Mapping[str, int]) -> str:
+    return f"{_share_of(level):.0%}"
 
-    return cell
+
+def _gib(level: Mapping[str, int]) -> str:
+    return f"{level['used_bytes'] / (1 << 30):.2f}"
 
 
 def _drives(which: str) -> Callable[[RunStatus], str]:
     def cell(run: RunStatus) -> str:
         drives = run.facts.get("drives")
-        return _rate(sum(drive[f"{which}_bytes_per_s"] for drive in drives)) if drives else "-"
+        return f"{sum(drive[f'{which}_bytes_per_s'] for drive in drives) / 1e9:.2f}" if drives else "-"
 
     return cell
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f}"
 
 
 def _flight(run: RunStatus) -> str:
@@ -207,10 +203,10 @@ _COLUMNS = (
     _Column("tokens/s", 8, _tokens),
     _Column("lr", 13, _number("lr", ".1e")),
     _Column("norm", 14, _number("grad_norm", ".3g")),
-    _Column("device", 9, _share("device")),
-    _Column("host", 4, _share("host")),
-    _Column("host GiB", 11, _used("host")),
-    _Column("nvme GiB", 10, _used("nvme")),
+    _Column("device", 9, _level("device", _percent)),
+    _Column("host", 4, _level("host", _percent)),
+    _Column("host GiB", 11, _level("host", _gib)),
+    _Column("nvme GiB", 10, _level("nvme", _gib)),
     _Column("read", 6, _drives("read")),
     _Column("write", 7, _drives("write")),
     _Column("MiB in flight", 12, _flight),
