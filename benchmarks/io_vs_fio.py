@@ -32,12 +32,11 @@ from typing import Any
 
 import psutil
 
-from infinity.cli.disk.results import latency_ratios, run_facts
+from infinity.cli.disk.results import all_latencies, latency_ratios, run_facts
 from infinity.config import parse_size
 from infinity.io import IoOptions
 from infinity.io.bench import BenchRun, BenchSession, bench_file, ring_bytes
 from infinity.io.fio import FioJob, fio_huge_page_bytes, fio_version, run_fio
-from infinity.io.latency import NO_LATENCIES, Latencies
 from infinity.io.pages import huge_page_bytes
 from infinity.io.patterns import is_random
 from infinity.memory.filled import random_memory
@@ -175,13 +174,6 @@ def compare(
 
 def median_ratio(ours: list[BenchRun], theirs: list[BenchRun], value: Callable[[BenchRun], float]) -> float:
     return statistics.median(value(us) / value(them) for us, them in zip(ours, theirs, strict=True))
-
-
-def all_latencies(runs: list[BenchRun]) -> Latencies:
-    found = NO_LATENCIES
-    for run in runs:
-        found = found.plus(run.latencies)
-    return found
 
 
 def wait_until_quiet(most: float, patience_s: float = 3.0) -> float:

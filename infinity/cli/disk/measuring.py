@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from infinity.cli.disk.job import Job
-from infinity.cli.disk.results import Facts, fio_facts, run_facts, setting_facts, show, show_together
+from infinity.cli.disk.results import Facts, all_latencies, fio_facts, run_facts, setting_facts, show
 from infinity.cli.progress import Progress
 from infinity.errors import ConfigError
 from infinity.io import Span
@@ -289,16 +289,12 @@ def _measure_together(
         "warnings": shared,
         **run_facts([total]),
     }
-    show_together(facts, job)
+    show(facts, job)
 
 
 def together(runs: Sequence[BenchRun]) -> BenchRun:
     """Runs of one time as one; each has counted the processor time of the whole process."""
     longest = max(runs, key=lambda run: run.seconds)
-    latencies = longest.latencies
-    for run in runs:
-        if run is not longest:
-            latencies = latencies.plus(run.latencies)
     return BenchRun(
         longest.seconds,
         sum(run.nbytes for run in runs),
@@ -308,5 +304,5 @@ def together(runs: Sequence[BenchRun]) -> BenchRun:
         longest.user_s,
         longest.system_s,
         sum(run.caller_s or 0.0 for run in runs),
-        latencies,
+        all_latencies(runs),
     )

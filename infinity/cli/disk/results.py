@@ -38,7 +38,7 @@ def setting_facts(options: IoOptions, backend: str) -> Facts:
 
 def run_facts(runs: Sequence[BenchRun]) -> Facts:
     """Rates, processor time and latency of some runs of one thing."""
-    latencies = _latencies(runs)
+    latencies = all_latencies(runs)
     return {
         "runs": len(runs),
         "moved_bytes": sum(run.nbytes for run in runs),
@@ -65,7 +65,7 @@ def fio_facts(ours: Sequence[BenchRun], theirs: Sequence[BenchRun], command: Seq
     }
     return {
         "fio": {**fio, "command": list(command)},
-        "fio_ratio": ratios | latency_ratios(_latencies(ours), _latencies(theirs)),
+        "fio_ratio": ratios | latency_ratios(all_latencies(ours), all_latencies(theirs)),
         "fio_pairs": {"min": min(pairs), "max": max(pairs)},
     }
 
@@ -81,7 +81,8 @@ def latency_ratios(ours: Latencies, theirs: Latencies) -> dict[str, float]:
     return found
 
 
-def _latencies(runs: Sequence[BenchRun]) -> Latencies:
+def all_latencies(runs: Sequence[BenchRun]) -> Latencies:
+    """Of the blocks of all runs."""
     latencies = NO_LATENCIES
     for run in runs:
         latencies = latencies.plus(run.latencies)
@@ -116,6 +117,16 @@ def show(facts: Facts, job: Job) -> None:
     if job.json:
         print(json.dumps({"version": VERSION, **facts}), flush=True)
         return
+    if "paths" in facts:
+        _show_together(facts)
+    else:
+        _show_one(facts)
+    for warning in facts.get("warnings", ()):
+        _row("note", warning)
+    print(end="", flush=True)
+
+
+def _show_one(facts: Facts) -> None:
     note = "  INTERRUPTED, of what was measured until then" if facts.get("interrupted") else ""
     print(
         f"{facts['op']}: {facts['backend']}, {block_text(facts['block_size_bytes'])} x {facts['queue_depth']}, "
@@ -129,16 +140,10 @@ def show(facts: Facts, job: Job) -> None:
         _show_ratios(facts)
     if "verified_bytes" in facts:
         _row("verified", f"{facts['verified_bytes'] / 1e9:.2f} GB were written, read back and compared")
-    for warning in facts.get("warnings", ()):
-        _row("note", warning)
-    print(end="", flush=True)
 
 
-def show_together(facts: Facts, job: Job) -> None:
-    """Print what all paths gave at once."""
-    if job.json:
-        print(json.dumps({"version": VERSION, **facts}), flush=True)
-        return
+def _show_together(facts: Facts) -> None:
+    """What all paths gave at once."""
     print(f"{facts['op']}: all {len(facts['paths'])} paths at once")
     _show_runs("", facts, _unit(facts["bytes_per_s"]["median"]))
     for place in facts["paths"]:
@@ -148,9 +153,6 @@ def show_together(facts: Facts, job: Job) -> None:
             f"which alone gave {place['alone_bytes_per_s'] / 1e9:.2f}",
         )
     _row("striping", f"{facts['share_of_sum']:.0%} of what they give one by one")
-    for warning in facts["warnings"]:
-        _row("note", warning)
-    print(end="", flush=True)
 
 
 def _unit(bytes_per_s: float) -> tuple[float, str]:
