@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import socket
 import statistics
 import sys
 import tempfile
@@ -185,14 +183,6 @@ def engine_step(engine: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
         return loss
 
     return step
-
-
-def be_the_only_rank() -> None:
-    """Set the environment in which `torch.distributed` starts with one rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 
 # Measurement #

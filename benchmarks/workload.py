@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -78,6 +80,14 @@ def infinity_config(args: argparse.Namespace) -> dict[str, object]:
 def token_ids(args: argparse.Namespace) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, GPT2Config().vocab_size, (args.batch, args.seq), generator=generator)
+
+
+def be_the_only_rank() -> None:
+    """Set the environment in which `torch.distributed` starts with one rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 
 def disk_bytes() -> tuple[int, int]:

@@ -6,32 +6,24 @@ Needs an environment with deepspeed, ninja and libaio's headers; its operators a
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
 
 import deepspeed
 import torch
 from transformers import GPT2LMHeadModel
 
-from benchmarks.workload import LR, WEIGHT_DECAY, arguments, gpt2_config, measure, token_ids
+from benchmarks.workload import LR, WEIGHT_DECAY, arguments, be_the_only_rank, gpt2_config, measure, token_ids
 
 
 def main() -> None:
     args = arguments().parse_args()
+    be_the_only_rank()
     start_s = time.perf_counter()
     torch.manual_seed(0)
     model = GPT2LMHeadModel(gpt2_config(args))

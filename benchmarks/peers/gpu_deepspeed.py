@@ -16,7 +16,6 @@ from benchmarks.gpu_workload import (
     LR,
     WEIGHT_DECAY,
     arguments,
-    be_the_only_rank,
     decoder,
     device_of,
     engine_step,
@@ -24,6 +23,7 @@ from benchmarks.gpu_workload import (
     shape_of,
     token_ids,
 )
+from benchmarks.workload import be_the_only_rank
 
 
 def main() -> None:

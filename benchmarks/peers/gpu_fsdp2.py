@@ -17,13 +17,13 @@ from benchmarks.gpu_workload import (
     LR,
     WEIGHT_DECAY,
     arguments,
-    be_the_only_rank,
     decoder,
     device_of,
     measure,
     token_ids,
     torch_step,
 )
+from benchmarks.workload import be_the_only_rank
 
 
 def main() -> None:
