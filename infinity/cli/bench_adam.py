@@ -6,11 +6,14 @@ import argparse
 import json
 import os
 import platform
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli import adam_peer
 from infinity.cli.arguments import path_argument, program_argument
 from infinity.cli.plots import new_figure, save_figure
 from infinity.cli.progress import Progress
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from infinity.optim.bench import AdamBenchResult
 
 _PEERS = {"torch-fused": "torch fused", "torch-foreach": "torch foreach"}
+_PEER = Path(__file__).parent / "launch" / "adam_peer.py"
 _QUARTILES = ("low", "median", "high")
 _LEAST_BYTES = 16  # per parameter: fp32 p, g, m, v of the bare loop
 
@@ -70,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             )
     other = None
     if args.peer_python is not None:
-        other = Peer(adam_peer.NAME, partial(adam_peer.PeerProcess, args.peer_python))
+        other = Peer("DeepSpeedCPUAdam", partial(_peer_process, args.peer_python))
     records = []
     for numel in args.size:
         for threads in args.threads:
@@ -152,3 +156,43 @@ def _plot(records: list[dict[str, Any]], path: Path) -> None:
     axes.set_xticks(range(len(records)), labels, fontsize=7)
     axes.set_ylabel("G parameters/s (median)")
     save_figure(figure, "--plot", path)
+
+
+@contextmanager
+def _peer_process(python: Path, numel: int, threads: int) -> Iterator[Callable[[], float]]:
+    """DeepSpeed's optimizer in a process and an environment of its own; each call runs a step and returns its time."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"  # its ninja
+    environment.pop("PYTHONPATH", None)
+    with tempfile.TemporaryDirectory(prefix="infinity-peer-") as built, tempfile.TemporaryFile("w+") as log:
+        # It compiles into this directory and loads what is there: nobody else may have put something into it.
+        environment.setdefault("TORCH_EXTENSIONS_DIR", built)
+        try:
+            process = subprocess.Popen(
+                [str(python), str(_PEER), str(numel)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                text=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"--peer-python {python} does not start: {error}") from error
+
+        def step() -> float:
+            requests, answers = process.stdin, process.stdout
+            assert requests is not None and answers is not None  # noqa: PT018  (both are pipes)
+            with suppress(BrokenPipeError):
+                requests.write("step\n")
+                requests.flush()
+            while line := answers.readline():  # DeepSpeed prints lines of its own
+                if line.startswith("seconds "):
+                    return float(line.split()[1])
+            log.seek(0)
+            raise ConfigError(f"the DeepSpeed peer ended; its last words:\n{log.read()[-2000:]}")
+
+        try:
+            yield step
+        finally:
+            process.kill()
+            process.communicate()

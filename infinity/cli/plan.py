@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from infinity.cli import faults
 from infinity.cli.arguments import path_argument, size_argument
 from infinity.cli.estimate import estimate_lines, report_problems
-from infinity.cli.planning import Draft, add_arguments, lay_out
+from infinity.cli.planning import Draft, add_arguments, draft_of, read_arguments
 from infinity.cli.plots import plot_sweep
 from infinity.config import format_size
 from infinity.errors import ConfigError
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and args.sweep is None:
         raise ConfigError("--plot draws a sweep: give --sweep tokens, host-memory or drives, too")
     faults.check_arguments(args)
-    draft = lay_out(args, "plan")
+    draft = draft_of(read_arguments(args, "plan"))
     from infinity.planner import Sweep, filled_later, predict_step, states_on_device
 
     asked, plan, needs = draft.asked, draft.plan, draft.needs

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import check_least, name_argument, path_argument, size_argument
@@ -102,12 +102,8 @@ class Asked:
     tiles: int = 1
     emulated: str = ""
 
-    def work(self, plan: TrainingPlan) -> Work:
-        """Of one micro-batch."""
-        return self.work_of(self.model, plan)
-
     def work_of(self, model: nn.Module, plan: TrainingPlan, *, checkpointing: bool | None = None) -> Work:
-        """Of one micro-batch of another model, or with other activation checkpoints."""
+        """Of one micro-batch, also of another model, or with other activation checkpoints."""
         from infinity.planner import count_work
         from infinity.zero.sizing import compute_dtype
 
@@ -135,16 +131,6 @@ class Draft:
     problems: list[str]
 
 
-def lay_out(args: argparse.Namespace, command: str) -> Draft:
-    """Resolve the options and plan the training.
-
-    Raises:
-        ConfigError: an option or the configuration cannot work.
-        CapacityError: a budget is too small.
-    """
-    return draft_of(read_arguments(args, command))
-
-
 def draft_of(asked: Asked) -> Draft:
     """Plan the training; budgets that are "auto" leave room for what it takes beside them.
 
@@ -155,7 +141,8 @@ def draft_of(asked: Asked) -> Draft:
 
     libraries = libraries_bytes()
     free_bytes = asked.host_bytes - libraries * asked.machine.neighbours
-    config, plan, work = plan_with_room(asked.model, asked.config, asked.machine, asked.work, free_bytes)
+    work_of = partial(asked.work_of, asked.model)
+    config, plan, work = plan_with_room(asked.model, asked.config, asked.machine, work_of, free_bytes)
     asked = replace(asked, config=config)
     step = predict_step(plan, asked.config, work, asked.rates) if asked.rates != Rates() else None
     needs = estimate(plan, work, libraries, step)

@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="port where all ranks meet (default: a free one on one machine, 29500 on several)",
     )
     for option in _DEEPSPEEDS:
-        parser.add_argument(option, dest=f"deepspeeds{option.replace('-', '_')}", help=argparse.SUPPRESS)
+        parser.add_argument(option, dest=option, help=argparse.SUPPRESS)
     parser.add_argument("--max-restarts", type=int, metavar="N", help="start all ranks again after one fails, N times")
     parser.add_argument(
         "--shutdown-timeout",
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_launcher(args: argparse.Namespace) -> None:
     """Refuse options of DeepSpeed's launcher that have no counterpart."""
     for option in _DEEPSPEEDS:
-        value = getattr(args, f"deepspeeds{option.replace('-', '_')}")
+        value = getattr(args, option)
         if value is not None:
             raise ConfigError(
                 f"{option} {value} is an option of DeepSpeed's launcher, which starts other machines by ssh: start the "
