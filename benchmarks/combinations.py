@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -318,31 +319,19 @@ class Tries:
                 self._known[key] = trained(plain, self._base, place, self._device)
         return self._known[key]
 
-    def _place(self) -> _Place:
-        return _Place(self._path)
-
-
-class _Place:
-    """A directory for one training, the same on all ranks; a context manager."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._own: tempfile.TemporaryDirectory[str] | None = None
-
-    def __enter__(self) -> Path:
-        name: list[Any] = [None]
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            self._own = tempfile.TemporaryDirectory(dir=self._path)
-            name = [self._own.name]
-        if dist.is_initialized():
-            dist.broadcast_object_list(name)
-        return Path(name[0])
-
-    def __exit__(self, *exc: object) -> None:
-        if dist.is_initialized():
-            dist.barrier()
-        if self._own is not None:
-            self._own.cleanup()
+    @contextmanager
+    def _place(self) -> Iterator[Path]:
+        """A directory for one training, the same on all ranks."""
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        with tempfile.TemporaryDirectory(dir=self._path) if first else nullcontext("") as name:
+            names: list[Any] = [name]
+            if dist.is_initialized():
+                dist.broadcast_object_list(names)
+            try:
+                yield Path(names[0])
+            finally:
+                if dist.is_initialized():
+                    dist.barrier()
 
 
 def run(count: int, seed: int, device: str, base: Path, path: Path) -> dict[str, Any]:

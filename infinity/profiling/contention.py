@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -47,16 +47,14 @@ def contention(numel: int, move: Move | None, seconds: float, *, computes_here: 
         seconds: of one measurement.
         computes_here: the compute device is the CPU.
     """
-    with ExitStack() as stack:
-        optimizer = BusyOptimizer(numel)
-        stack.callback(optimizer.close)
+    with busy_optimizer(numel) as optimizer:
         products = {rows: _products(rows) for rows in _ROWS} if computes_here else {}
         parts = [*([COMPUTE] if computes_here else []), OPTIMIZER, *([DISK] if move else [])]
         shares: defaultdict[_Beside, list[float]] = defaultdict(list)
         for _ in range(_ROUNDS):
             alone: dict[tuple[str, int | None], float] = {}
             for together, rows in _sets(parts):
-                threads = {OPTIMIZER: optimizer.busy} | ({} if rows is None else {COMPUTE: products[rows]})
+                threads = {OPTIMIZER: optimizer} | ({} if rows is None else {COMPUTE: products[rows]})
                 for part, rate in _together(together, threads, move, seconds).items():
                     own = part, rows if part == COMPUTE else None
                     if len(together) == 1:
@@ -173,30 +171,22 @@ def _products(rows: int) -> Busy:
     return Busy(step, 3 * 2 * rows * _WIDTH**2)
 
 
-class BusyOptimizer:
-    """AdamW in format `split`, again and again.
-
-    Args:
-        numel: parameters of one step.
-    """
-
-    def __init__(self, numel: int) -> None:
-        layout = state_layout("split")
-        param_bytes, state_bytes = numel * layout.param_dtype.itemsize, layout.tile_bytes(numel)
-        self._arena = Arena(2 * (param_bytes + _PAGE_BYTES) + state_bytes)
-        self._leases = [self._arena.lease(size) for size in (param_bytes, param_bytes, state_bytes)]
-        param, grad = (lease.tensor(layout.param_dtype, numel) for lease in self._leases[:2])
-        states = layout.views(self._leases[2].tensor(torch.uint8), numel)
+@contextmanager
+def busy_optimizer(numel: int) -> Iterator[Busy]:
+    """AdamW in format `split` over so many parameters, again and again."""
+    layout = state_layout("split")
+    param_bytes, state_bytes = numel * layout.param_dtype.itemsize, layout.tile_bytes(numel)
+    with (
+        closing(Arena(2 * (param_bytes + _PAGE_BYTES) + state_bytes)) as arena,
+        arena.lease(param_bytes) as param_lease,
+        arena.lease(param_bytes) as grad_lease,
+        arena.lease(state_bytes) as state_lease,
+    ):
+        param, grad = (lease.tensor(layout.param_dtype, numel) for lease in (param_lease, grad_lease))
+        states = layout.views(state_lease.tensor(torch.uint8), numel)
         init_states(layout, torch.ones(numel), param, states)
         grad.fill_(1e-3)
-        self.busy = Busy(partial(_adam_step, layout, param, states, grad), numel)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        del self.busy
-        while self._leases:
-            self._leases.pop().release()
-        self._arena.close()
+        yield Busy(partial(_adam_step, layout, param, states, grad), numel)
 
 
 def _adam_step(

@@ -20,7 +20,7 @@ from infinity.errors import ConfigError, StorageError
 from infinity.io import IoOptions
 from infinity.optim.formats import FORMATS
 from infinity.profiling import ProfileJob, planned_write_bytes, read_profile
-from infinity.profiling.contention import Busy, BusyOptimizer, contention, with_those_of_ranks
+from infinity.profiling.contention import Busy, busy_optimizer, contention, with_those_of_ranks
 from infinity.profiling.drives import drive_rates
 from infinity.profiling.processor import matmul_rates, thread_counts, threads, timed
 
@@ -192,17 +192,14 @@ def test_a_part_slower_than_the_measurement_is_waited_for(monkeypatch) -> None:
 
 
 def test_the_busy_optimizer_works_while_it_is_to() -> None:
-    optimizer = BusyOptimizer(4096)
-    try:
+    with busy_optimizer(4096) as optimizer:
         for _ in range(2):
-            with optimizer.busy.working():
-                while not optimizer.busy.steps:
+            with optimizer.working():
+                while not optimizer.steps:
                     time.sleep(0.001)
-        ended = optimizer.busy.steps
+        ended = optimizer.steps
         time.sleep(0.01)
-        assert optimizer.busy.steps == ended
-    finally:
-        optimizer.close()
+        assert optimizer.steps == ended
 
 
 def test_a_drive_that_fails_is_named(tmp_path) -> None:
