@@ -12,6 +12,7 @@ from infinity.cli.terminal import Drawing, is_terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from typing_extensions import Self
 
 _WIDTH = 24
 _EVERY_S = 0.5
@@ -33,7 +34,7 @@ class Progress:
         self._text = ""
         self._share: Callable[[], float | None] = lambda: None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -32,7 +32,7 @@ def measure(job: Job, files: Sequence[Path], buffers: Span) -> None:
     """Every operation on every file, then on all files at once; prints each as it is done."""
     turns = _Turns(job)
     alone: dict[tuple[Path, str], float] = {}
-    with turns.shown():
+    with turns.progress.following("", turns.share):
         for file in files:
             for operation in job.operations:
                 alone[file, operation] = _measure_alone(job, file, operation, buffers, turns)
@@ -44,17 +44,21 @@ def measure(job: Job, files: Sequence[Path], buffers: Span) -> None:
 
 def _measure_alone(job: Job, file: Path, operation: str, buffers: Span, turns: _Turns) -> float:
     """One operation on one path; returns the median rate."""
-    with BenchSession(
-        file, job.size_bytes, job.backend, job.options, buffers, others_cpu_s=lambda: turns.cpu_s
-    ) as session:
+    with _session(job, file, buffers, turns) as session:
         measurement = _Measurement(job, file, operation, session, turns)
         try:
             measurement.run()
         except BaseException:
-            turns.hide()
+            turns.progress.clear()
             measurement.show_partly()
             raise
         return measurement.show()
+
+
+def _session(job: Job, file: Path, buffers: Span, turns: _Turns) -> BenchSession:
+    return BenchSession(
+        file, job.size_bytes, job.backend, job.options, buffers, others_cpu_s=lambda: turns.progress.cpu_s
+    )
 
 
 class _Turns:
@@ -68,27 +72,16 @@ class _Turns:
         self._done = 0.0
         self._share: Callable[[], float] = lambda: 0.0
         self._weight = 1.0
-        self._progress = Progress()
+        self.progress = Progress()
 
-    @property
-    def cpu_s(self) -> float:
-        """Processor seconds that showing it has taken."""
-        return self._progress.cpu_s
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Draw it while the body works."""
-        with self._progress.following("", lambda: self._done + self._weight * min(1.0, self._share()) / self._total):
-            yield
-
-    def hide(self) -> None:
-        """Leave the terminal to others."""
-        self._progress.clear()
+    def share(self) -> float:
+        """How much of the command is done, 0 to 1."""
+        return self._done + self._weight * min(1.0, self._share()) / self._total
 
     @contextmanager
     def turn(self, text: str, share: Callable[[], float], weight: float = 1.0) -> Iterator[None]:
         """One of them, and how much of it is done, 0 to 1."""
-        self._progress.say(text)
+        self.progress.say(text)
         self._weight, self._share = weight, share
         yield
         self._share = lambda: 0.0
@@ -157,12 +150,10 @@ class _Measurement:
         if self._fio_job is None:
             yield self._session
             return
-        job, before = self._job, self._session
+        before = self._session
         with (
-            random_memory(ring_bytes(job.options), huge_pages=self._fio_job.huge_pages) as buffers,
-            BenchSession(
-                self._file, job.size_bytes, job.backend, job.options, buffers, others_cpu_s=lambda: self._turns.cpu_s
-            ) as session,
+            random_memory(ring_bytes(self._job.options), huge_pages=self._fio_job.huge_pages) as buffers,
+            _session(self._job, self._file, buffers, self._turns) as session,
         ):
             self._session = session  # whose run it is that an interrupt ends
             self._huge_page_bytes = huge_page_bytes(buffers)
@@ -259,16 +250,7 @@ def _measure_together(
     share = buffers.nbytes // len(files) // 4096 * 4096
     with ExitStack() as stack:
         sessions = [
-            stack.enter_context(
-                BenchSession(
-                    file,
-                    job.size_bytes,
-                    job.backend,
-                    job.options,
-                    Span(buffers.address + index * share, share, buffers.owner),
-                    others_cpu_s=lambda: turns.cpu_s,
-                )
-            )
+            stack.enter_context(_session(job, file, Span(buffers.address + index * share, share, buffers.owner), turns))
             for index, file in enumerate(files)
         ]
         with turns.timed_turn(f"{operation}: all paths at once", seconds, job.runs):

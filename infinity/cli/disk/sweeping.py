@@ -8,7 +8,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,7 +113,7 @@ class Sweeps:
             for operation in self._job.operations
         }
         follower = _Follower()
-        with follower.shown():
+        with follower.progress.following("", follower.share):
             for key, states in under_way.items():
                 self._advance(key, states, follower, PROBES)
             print(f"sweep: takes about {_duration(follower.left_s)} more", file=sys.stderr)
@@ -131,7 +130,7 @@ class Sweeps:
                 if until is not None and state.done >= until:
                     return
         except BaseException:
-            follower.hide()
+            follower.progress.clear()
             if points := follower.points(key):
                 show_points(self._job, self._plans[key], key, points, interrupted=True)
             raise
@@ -142,18 +141,8 @@ class _Follower:
 
     def __init__(self) -> None:
         self._seen: dict[Key, SweepProgress] = {}
-        self._progress = Progress()
+        self.progress = Progress()
         self._began_s = self._seen_at_s = time.monotonic()
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Draw it while the body works."""
-        with self._progress.following("", self._share):
-            yield
-
-    def hide(self) -> None:
-        """Leave the terminal to others."""
-        self._progress.clear()
 
     def see(self, key: Key, state: SweepProgress) -> None:
         """A sweep is further."""
@@ -161,7 +150,7 @@ class _Follower:
         self._seen_at_s = time.monotonic()
         path, operation = key
         best = f", best {max(point.bytes_per_s for point in state.points) / 1e9:.2f} GB/s" if state.points else ""
-        self._progress.say(f"{operation}: {state.done} of {state.total}{best}, {path}")
+        self.progress.say(f"{operation}: {state.done} of {state.total}{best}, {path}")
 
     def points(self, key: Key) -> Sequence[SweepPoint]:
         """What is known of a sweep."""
@@ -173,7 +162,8 @@ class _Follower:
         left_s = sum(state.left_s for state in self._seen.values())
         return max(0.0, left_s - (time.monotonic() - self._seen_at_s))
 
-    def _share(self) -> float:
+    def share(self) -> float:
+        """How much of all sweeps is done, 0 to 1, by the time that they take."""
         passed_s = time.monotonic() - self._began_s
         return passed_s / max(passed_s + self.left_s, 1e-9)
 

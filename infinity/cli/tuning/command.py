@@ -66,20 +66,16 @@ def tune(args: argparse.Namespace) -> int:
     if launch_of(os.environ) is not None:
         raise ConfigError("`infinity tune` measures one process: start it alone, not as one of several ranks")
     record = _record(args, values)
-    progress = _Shown(args.budget)
     interrupted = False
-    try:
-        with Workers() as workers:
-            outlook, choices = _look(args, values, config, record, workers, progress)
-            trials = Trials(workers, outlook, _trial_job(args, progress))
-            search = Search(outlook, choices, record, trials.measure, args.budget, tell=progress.tell)
-            try:
-                outcome = search.run()
-            except KeyboardInterrupt:
-                interrupted = True
-                outcome = search.outcome("interrupted; --resume goes on")
-    finally:
-        progress.clear()
+    with _Shown(args.budget) as progress, Workers() as workers:
+        outlook, choices = _look(args, values, config, record, workers, progress)
+        trials = Trials(workers, outlook, _trial_job(args, progress))
+        search = Search(outlook, choices, record, trials.measure, args.budget, tell=progress.tell)
+        try:
+            outcome = search.run()
+        except KeyboardInterrupt:
+            interrupted = True
+            outcome = search.outcome("interrupted; --resume goes on")
     report = report_of(args.model, args.seq_len, outcome, outlook, choices, record)
     write_json(args.out, report.values, "the configuration")
     if args.html is not None:
@@ -181,30 +177,25 @@ def _trial_job(args: argparse.Namespace, progress: _Shown) -> TrialJob:
     )
 
 
-class _Shown:
+class _Shown(Progress):
     """The search on a progress bar."""
 
     def __init__(self, budget_s: float) -> None:
-        self._progress: Progress = Progress()
+        super().__init__()
         self._budget_s = budget_s
-        self._text = "this machine"
-        self._share = 0.0
-        self._told_s = time.monotonic()
+        self._run, self._spent, self._told_s = "", 0.0, 0.0  # what runs, and from when on
 
     def doing(self, what: str) -> None:
         """While the machine is measured."""
-        self._progress.show(f"this machine: {what}", 0.0)
+        self.show(f"this machine: {what}", 0.0)
 
     def tell(self, text: str, share: float) -> None:
         """A run begins."""
-        self._text, self._share, self._told_s = text, share, time.monotonic()
-        self._progress.show(text, share)
+        self._run, self._spent, self._told_s = text, share, time.monotonic()
+        self.show(text, share)
 
     def tick(self, step_s: list[float]) -> None:
         """A run goes on."""
         seen = f": {min(step_s):.2f} s a step" if step_s else ""
-        share = self._share + (time.monotonic() - self._told_s) / self._budget_s
-        self._progress.show(self._text + seen, share)
-
-    def clear(self) -> None:
-        self._progress.clear()
+        share = self._spent + (time.monotonic() - self._told_s) / self._budget_s
+        self.show(self._run + seen, share)
