@@ -141,11 +141,8 @@ def drives_of(disk: Duplex, machine: dict[str, Any], aio: Aio) -> dict[Aio, Dupl
     own = rates.get(aio)
     if own is None:
         return {aio: disk}
-    return {way: _scaled(disk, rate / own) for way, rate in rates.items()}
-
-
-def _scaled(disk: Duplex, factor: float) -> Duplex:
-    return Duplex(disk.inward * factor, disk.outward * factor, disk.both * factor)
+    whole = (disk.inward, disk.outward, disk.both)
+    return {way: Duplex(*(each * rate / own for each in whole)) for way, rate in rates.items()}
 
 
 def best_ways(machine: dict[str, Any], count: int) -> Sequence[Aio]:

@@ -11,7 +11,6 @@ from torch import nn
 from infinity.config import Config, edited, format_size, load_config
 from infinity.errors import InfinityError
 from infinity.planner import (
-    Drive,
     Estimate,
     Machine,
     Point,
@@ -127,15 +126,12 @@ class Outlook:
     def no_room(self, setting: Setting) -> str:
         """Why its swap files would fill the drives as they are now; empty where they would not."""
         needed, limit = self.of(setting).nvme_bytes, self._bounds.limits.disk_bytes
-        free = int(free_on(self._drives_here(setting)) * (1 - SPARE_SHARE))
+        free = int(free_on(drives_here(load_config(self.values_of(setting)))) * (1 - SPARE_SHARE))
         if limit is not None and needed > limit:
             return f"its swap files take {format_size(needed)}, more than --max-disk {format_size(limit)}"
         if needed > free:
             return f"its swap files take {format_size(needed)}, and the drives have {format_size(free)} to spare"
         return ""
-
-    def _drives_here(self, setting: Setting) -> list[Drive]:
-        return drives_here(load_config(self.values_of(setting)))
 
     def _predict(self, setting: Setting) -> Prediction:
         config = load_config(self.values_of(setting))

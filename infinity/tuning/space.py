@@ -114,13 +114,12 @@ def setting_of(config: Config, limits: Limits = Limits()) -> Setting:
         ConfigError: it exceeds a limit.
     """
     tiering, aio, zero = config.tiering, config.aio, config.zero
-    stated = _section(config, "tiering")
     names = zero.stage == 3 and not config.waits
     return Setting(
         placement=(zero.offload_param.device, zero.offload_optimizer.device),
         state_format=_EXACT[config.precision] if tiering.state_format == "auto" else tiering.state_format,
         schedule=choose_schedule(config).value if names else tiering.update_schedule,
-        tile=None if stated.get("tile_size") in (None, "auto") else tiering.tile_size_bytes,
+        tile=None if _tiering(config).get("tile_size") in (None, "auto") else tiering.tile_size_bytes,
         aio=(aio.block_size_bytes, aio.queue_depth, tiering.io_backend),
         batch=(config.micro_batch_size, config.gradient_accumulation_steps, tiering.accumulation),
         memory=(
@@ -130,8 +129,8 @@ def setting_of(config: Config, limits: Limits = Limits()) -> Setting:
     )
 
 
-def _section(config: Config, name: str) -> Mapping[str, Any]:
-    return config.get(name) or {}
+def _tiering(config: Config) -> Mapping[str, Any]:
+    return config.get("tiering") or {}
 
 
 def _within(name: str, stated: int | None, limit: int | None) -> int | None:
@@ -236,7 +235,7 @@ def keys_of(config: Config, setting: Setting, knobs: Collection[str] = KNOBS) ->
         pairs = zip(_PATHS[knob], _parts(before), _parts(after), strict=True)
         keys |= {path: _value(path, new) for path, old, new in pairs if old != new}
     paths = [str(nvme.path) for nvme in config.tiering.nvme]
-    if any(path in _PATHS["placement"] for path in keys) and paths and not _section(config, "tiering").get("nvme"):
+    if any(path in _PATHS["placement"] for path in keys) and paths and not _tiering(config).get("nvme"):
         keys["tiering.nvme"] = [{"path": path} for path in paths]  # a section that moves has no path of its own
     return keys
 

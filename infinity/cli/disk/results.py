@@ -48,7 +48,7 @@ def run_facts(runs: Sequence[BenchRun]) -> Facts:
         "cpu_s_per_gb": statistics.median(run.cpu_s_per_gb for run in runs),
         "cpu_parts_s_per_gb": _cpu_parts(runs),
         "latency": {
-            kind: {"samples": seen.samples, **_seconds_keys(seen.percentiles_s())}
+            kind: {"samples": seen.samples} | {f"{name}_s": value for name, value in seen.percentiles_s().items()}
             for kind, seen in (("read", latencies.read), ("write", latencies.write))
             if seen.samples
         },
@@ -87,10 +87,6 @@ def all_latencies(runs: Sequence[BenchRun]) -> Latencies:
     for run in runs:
         latencies = latencies.plus(run.latencies)
     return latencies
-
-
-def _seconds_keys(percentiles_s: dict[str, float]) -> dict[str, float]:
-    return {f"{name}_s": value for name, value in percentiles_s.items()}
 
 
 def _spread(values: Iterable[float]) -> dict[str, float]:

@@ -122,7 +122,8 @@ def _split(run: RunLines) -> str:
     base = [0.0] * len(steps)
     series = []
     for name, color, seconds in shown:
-        top = [below + more for below, more in zip(base, _doubled(thinned(seconds)), strict=True)]
+        edges = [value for value in thinned(seconds) for _ in range(2)]
+        top = [below + more for below, more in zip(base, edges, strict=True)]
         share = sum(seconds) / total_s
         points = list(zip(steps, top, strict=True))
         series.append(Series(f"{name} {share:.0%}", points, color=color, dots=False, base=base))
@@ -142,10 +143,6 @@ def _edges(steps: Sequence[float]) -> list[float]:
     return [edge for a, b in pairwise(bounds) for edge in (a, b)]
 
 
-def _doubled(values: Sequence[float]) -> list[float]:
-    return [value for value in values for _ in range(2)]
-
-
 def _speed(run: RunLines) -> str:
     series = [_curve(run.steps, lambda row: row["tokens_per_s"], "", _BLUE, " tokens/s")]
     drawn = chart(_steps_axis(run.steps), axis("tokens/s", _values(series), zero=True), series)
@@ -153,11 +150,11 @@ def _speed(run: RunLines) -> str:
 
 
 def _occupancy(run: RunLines) -> list[str]:
-    """A picture for each tier that has a budget."""
+    """A picture for each tier that fills up; files on the drives are as large as they are from the start."""
     figures = []
-    for tier, name in (("host", "host memory"), ("device", "device memory"), ("nvme", "the drives")):
+    for tier, name in (("host", "host memory"), ("device", "device memory")):
         rows = [row for row in run.steps if tier in row.get("tiers", {})]
-        if not rows or tier == "nvme":  # whose files are as large as they are from the start
+        if not rows:
             continue
         capacity = rows[-1]["tiers"][tier]["capacity_bytes"] / (1 << 30)
         series = [

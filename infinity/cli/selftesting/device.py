@@ -110,10 +110,8 @@ def _same_update(device: torch.device, name: str, dtype: torch.dtype, beside: to
         update_on_device(rule, there[0], grad.to(device), master=there[1], first=there[2], second=there[3])
     names = ("parameters", "masters", "first moments", "second moments")
     for what, ours, its in zip(names, here, there, strict=True):
-        if ours is not None and its is not None and not _same_bits(ours, its.cpu()):
+        if ours is None or its is None:
+            continue
+        if not torch.equal(ours.view(torch.uint8), its.cpu().view(torch.uint8)):
             return f"{what} have other bits than the host's kernels give"
     return ""
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

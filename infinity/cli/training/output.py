@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from infinity.checkpoint.export import files_of_library
 from infinity.cli.training.tokenizers import byte_tokenizer
 from infinity.config import format_size
@@ -90,13 +88,8 @@ def save_trained(engine: Engine, directory: Path, tokenizer: Any | None) -> None
         StorageError, CheckpointError: writing failed; an earlier model in the directory is still there.
     """
     save_pretrained(engine, directory)
-    if has_adapters(engine.module):
+    if hasattr(engine.module, "peft_config"):
         save_adapters(engine, directory / ADAPTERS)
     if engine.global_rank == 0:
         with files_of_library(directory) as new:
             (byte_tokenizer() if tokenizer is None else tokenizer).save_pretrained(new)
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """The model is one of PEFT's."""
-    return hasattr(model, "peft_config")
