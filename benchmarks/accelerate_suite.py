@@ -157,16 +157,7 @@ def run_case(case: Case, config: str, ranks: int, place: Path) -> dict[str, Any]
     values = configurations(place)[config] | dict(case.changes)
     file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
     launch = ["--use_deepspeed", "--deepspeed_config_file", str(file)]
-    launch += [
-        "--num_processes",
-        str(ranks),
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
+    launch += [f"--num_processes={ranks}", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
     command = [sys.executable, "-m", "infinity.cli.main", "run", "accelerate", "launch", *launch]
     path = os.pathsep.join(filter(None, [str(HERE.parent), str(STAND_INS), os.environ.get("PYTHONPATH")]))
     start_s = time.perf_counter()

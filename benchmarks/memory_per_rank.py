@@ -35,7 +35,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import infinity
-from benchmarks.process_status import status_bytes
+from benchmarks.workload import status_bytes
 from infinity.cli.training.models import build_model
 from infinity.memory import Lease
 from tests.behaviour.ranks import run_ranks

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import infinity
-from benchmarks.process_status import status_bytes
+from benchmarks.workload import status_bytes
 from infinity.config import load_config
 from infinity.errors import InfinityError
 from infinity.planner import Machine, count_work, estimate, plan_training

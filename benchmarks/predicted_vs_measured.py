@@ -33,7 +33,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import infinity
 from benchmarks.predictions import errors_line, plot_errors
-from benchmarks.process_status import status_bytes
+from benchmarks.workload import status_bytes
 from infinity import kernels
 from infinity.config import load_config
 from infinity.io import IoOptions

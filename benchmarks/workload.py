@@ -96,6 +96,14 @@ def disk_bytes() -> tuple[int, int]:
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
+def status_bytes(key: str) -> int:
+    """A line of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
 def measure(
     system: str,
     args: argparse.Namespace,
