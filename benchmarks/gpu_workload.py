@@ -173,18 +173,6 @@ def torch_step(
     return step
 
 
-def engine_step(engine: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """One step of an engine with DeepSpeed's calls."""
-
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return step
-
-
 # Measurement #
 
 

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GPT2Config
@@ -80,6 +81,18 @@ def infinity_config(args: argparse.Namespace) -> dict[str, object]:
 def token_ids(args: argparse.Namespace) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, GPT2Config().vocab_size, (args.batch, args.seq), generator=generator)
+
+
+def engine_step(engine: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """One step of an engine with DeepSpeed's calls."""
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
 
 
 def be_the_only_rank() -> None:

@@ -18,7 +18,16 @@ import deepspeed
 import torch
 from transformers import GPT2LMHeadModel
 
-from benchmarks.workload import LR, WEIGHT_DECAY, arguments, be_the_only_rank, gpt2_config, measure, token_ids
+from benchmarks.workload import (
+    LR,
+    WEIGHT_DECAY,
+    arguments,
+    be_the_only_rank,
+    engine_step,
+    gpt2_config,
+    measure,
+    token_ids,
+)
 
 
 def main() -> None:
@@ -65,14 +74,7 @@ def main() -> None:
         },
     }
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
-    ids = token_ids(args)
-
-    def step() -> torch.Tensor:
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        return loss
-
+    step = engine_step(engine, token_ids(args))
     measure("deepspeed", args, sum(sizes), time.perf_counter() - start_s, step)
 
 

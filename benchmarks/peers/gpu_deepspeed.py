@@ -18,12 +18,11 @@ from benchmarks.gpu_workload import (
     arguments,
     decoder,
     device_of,
-    engine_step,
     measure,
     shape_of,
     token_ids,
 )
-from benchmarks.workload import be_the_only_rank
+from benchmarks.workload import be_the_only_rank, engine_step
 
 
 def main() -> None:

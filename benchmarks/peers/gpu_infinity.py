@@ -15,12 +15,12 @@ from benchmarks.gpu_workload import (
     arguments,
     decoder,
     device_of,
-    engine_step,
     fill,
     measure,
     shape_of,
     token_ids,
 )
+from benchmarks.workload import engine_step
 
 
 def main() -> None:

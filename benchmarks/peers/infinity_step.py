@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 import infinity
-from benchmarks.workload import arguments, gpt2_config, infinity_config, measure, token_ids
+from benchmarks.workload import arguments, engine_step, gpt2_config, infinity_config, measure, token_ids
 
 
 def main() -> None:
@@ -23,13 +23,7 @@ def main() -> None:
     params = sum(p.numel() for p in model.parameters())
     ids = token_ids(args)
     with infinity.initialize(model=model, config=infinity_config(args))[0] as engine:
-
-        def step() -> torch.Tensor:
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
-            return loss
-
+        step = engine_step(engine, ids)
         measure("infinity", args, params, time.perf_counter() - start_s, step, lambda: engine.stats().optimizer_s)
 
 
