@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.workload import arguments, worker_options
 
+SAMPLES = 4000
 WORKER = Path(__file__).parent / "peers" / "paced_step.py"
 
 
@@ -48,11 +49,11 @@ class Version:
         self._process.wait()
 
 
-def upper_bound(ratios: Sequence[float], samples: int = 4000) -> float:
+def upper_bound(ratios: Sequence[float]) -> float:
     """Upper 95% bound of the median, by bootstrap."""
     choice = random.Random(0)
-    medians = sorted(statistics.median(choice.choices(ratios, k=len(ratios))) for _ in range(samples))
-    return medians[int(0.95 * samples)]
+    medians = sorted(statistics.median(choice.choices(ratios, k=len(ratios))) for _ in range(SAMPLES))
+    return medians[int(0.95 * SAMPLES)]
 
 
 def compare(args: argparse.Namespace, path: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "infinity"
-WHERE = ("zero", "optim", "engine.py", "setup.py", "checkpoint", "planner.py")
+WHERE = ("zero", "optim", "engine.py", "setup.py", "checkpoint")
 # Of a name, or of the last part of an attribute, without a leading underscore.
 WORDS = {
     "discrete",
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _files(place: Path) -> Iterator[Path]:
-    yield from place.rglob("*.py") if place.is_dir() else (place,) if place.exists() else ()
+    yield from place.rglob("*.py") if place.is_dir() else (place,)
 
 
 def _placement_tests(tree: ast.AST) -> Iterator[ast.expr]:

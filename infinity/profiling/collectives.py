@@ -17,11 +17,11 @@ _SHARD_BYTES = 8 << 20
 _ROUNDS = 5
 
 
-def collective_rates(ranks: Ranks, device: torch.device, shard_bytes: int = _SHARD_BYTES) -> dict[str, Any] | None:
+def collective_rates(ranks: Ranks, device: torch.device) -> dict[str, Any] | None:
     """The profile's `ranks`; None for one rank. All ranks call it."""
     if ranks.size == 1:
         return None
-    numel = shard_bytes // 4
+    numel = _SHARD_BYTES // 4
     flat = torch.ones(numel * ranks.size, device=device)
     shard = torch.zeros(numel, device=device)
     piece = Piece(shard=0, whole=numel * ranks.rank, numel=numel)
@@ -35,12 +35,12 @@ def collective_rates(ranks: Ranks, device: torch.device, shard_bytes: int = _SHA
         ranks.reduce_scatter(shard, flat, "profile").wait()
         _finish(device)
 
-    moved = shard_bytes * (ranks.size - 1)
+    moved = _SHARD_BYTES * (ranks.size - 1)
     return {
         "count": ranks.size,
         "on_this_machine": ranks.neighbours,
         "backend": str(dist.get_backend_config(ranks.group)),
-        "shard_bytes": shard_bytes,
+        "shard_bytes": _SHARD_BYTES,
         "all_gather_bytes_per_s": moved / _median_s(ranks, gather),
         "reduce_scatter_bytes_per_s": moved / _median_s(ranks, reduce),
     }

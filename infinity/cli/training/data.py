@@ -97,7 +97,7 @@ class ByteTokens:
 
     @staticmethod
     def _read_file(path: Path, offset: int, count: int) -> bytes:
-        with _readable(path), path.open("rb") as file:
+        with readable(path), path.open("rb") as file:
             file.seek(offset)
             return file.read(count)
 
@@ -136,7 +136,7 @@ class TokenizedFiles:
 
 def _pieces(path: Path) -> Iterator[str]:
     """The text of a file in pieces of whole lines, or of `_LINE_CHARS` where lines are longer."""
-    with _readable(path), path.open(encoding="utf-8", errors="replace") as file:
+    with readable(path), path.open(encoding="utf-8", errors="replace") as file:
         while text := file.read(_PIECE_CHARS):
             yield text + file.readline(_LINE_CHARS)
 
@@ -154,7 +154,8 @@ def _temporary_file() -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Name the file of --data in errors of reading it."""
     try:
         yield
     except OSError as error:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from infinity.cli.training.data import readable
 from infinity.errors import ConfigError
 
 LINES = ".jsonl"
@@ -59,11 +60,9 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
     Raises:
         ConfigError: the file cannot be read, or a record is malformed; by file and line, or number in a list.
     """
-    try:
+    with readable(path):
         for place, record in _listed(path) if _begin(path).startswith("[") else _lines(path):
             yield place, _formed(place, record)
-    except OSError as error:
-        raise ConfigError(f"--data {path} cannot be read: {error.strerror}") from error
 
 
 # Files #
@@ -71,11 +70,8 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _begin(path: Path) -> str:
     """The first characters that are not blank."""
-    try:
-        with path.open(encoding=_ENCODING, errors="replace") as file:
-            return "".join(file.read(1024).split())
-    except OSError as error:
-        raise ConfigError(f"--data {path} cannot be read: {error.strerror}") from error
+    with readable(path), path.open(encoding=_ENCODING, errors="replace") as file:
+        return "".join(file.read(1024).split())
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
