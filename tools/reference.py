@@ -11,8 +11,9 @@ import argparse
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -150,21 +151,17 @@ def _shown(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
-def no_effect() -> str:
-    """Return the table of keys that are accepted without effect."""
-    return _reasons(NO_EFFECT)
-
-
-def refused() -> str:
-    """Return the table of keys that are refused."""
-    return _reasons(REFUSED)
-
-
 def _reasons(table: Mapping[str, str]) -> str:
     return "\n".join(["| key | why |", "|---|---|", *(f"| `{key}` | {reason} |" for key, reason in table.items())])
 
 
-PARTS = {"commands": commands, "api": api, "keys": keys, "no_effect": no_effect, "refused": refused}
+PARTS: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "api": api,
+    "keys": keys,
+    "no_effect": partial(_reasons, NO_EFFECT),
+    "refused": partial(_reasons, REFUSED),
+}
 _MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
