@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.gpu_workload import arguments, shape_of, worker_options
 
-PEERS = Path(__file__).parent / "peers"
+WORKER = Path(__file__).parent / "peers" / "gpu.py"
 PACKAGES = {"infinity": "infinity", "torch": "torch", "torchao": "torchao", "fsdp2": "torch", "deepspeed": "deepspeed"}
 ON_ANY_DEVICE = ("infinity", "torch")
 
@@ -49,7 +49,7 @@ def run(system: str, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of a system, or why there are none."""
     if (reason := missing(system, args)) is not None:
         return {"system": system, "missing": reason}
-    command = [sys.executable, str(PEERS / f"gpu_{system}.py"), *worker_options(args)]
+    command = [sys.executable, str(WORKER), system, *worker_options(args)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=args.limit)
     except subprocess.TimeoutExpired:
