@@ -205,9 +205,7 @@ def main() -> None:
         line = f"{name:<18} {sizes[name] / 1e9:5.2f} GB"
         for verb, values in (("save", seconds), ("load", loads.get(name))):
             if values:
-                middle = statistics.median(values)
-                line += f"   {verb} {middle:5.2f} s ({min(values):.2f} to {max(values):.2f})"
-                line += f" {sizes[name] / middle / 1e9:5.2f} GB/s"
+                line += f"   {verb} {rate(sizes[name], values)}"
         print(line)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.disk import disk_bytes_per_s
 from benchmarks.workload import arguments, worker_options
 
 _PEERS = Path(__file__).parent / "peers"
@@ -106,7 +107,10 @@ def main() -> None:
         for system in systems:
             print(f"round {index + 1} of {args.rounds}: {system}", file=sys.stderr, flush=True)
             python = args.peer_python if system == "deepspeed" else sys.executable
-            results[system].append(run_worker(python, system, options))
+            if system == "disk":
+                results[system].append({"bytes_per_s": disk_bytes_per_s(args.nvme)})
+            else:
+                results[system].append(run_worker(python, system, options))
     rows = [summarise(results[system]) for system in systems if system != "disk"]
     print_table(rows)
     if args.floor:

@@ -39,11 +39,7 @@ def name_argument(text: str) -> str:
 
 
 def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Refuse smaller values of these options, as far as they are given.
-
-    Raises:
-        ConfigError: the message has the option, its value and the least one.
-    """
+    """Refuse smaller values of these options, as far as they are given."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value < least:

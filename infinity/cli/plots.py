@@ -32,11 +32,7 @@ def new_figure(option: str, width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, option: str, path: Path) -> None:
-    """Write a figure.
-
-    Raises:
-        ConfigError: the file cannot be written, or its kind is unknown.
-    """
+    """Write a figure to the file that an option names."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

@@ -44,11 +44,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page to the file of --html.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a page to the file of --html."""
     try:
         path.write_text(text, encoding="utf-8", errors="replace")  # of a path that is not UTF-8
     except OSError as error:

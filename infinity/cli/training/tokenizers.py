@@ -52,11 +52,7 @@ def _load(directory: str, problem: str) -> Any:
 
 
 def check_vocabulary(model: nn.Module, vocabulary: int, name: str) -> None:
-    """Refuse tokens that the model has no embedding for.
-
-    Raises:
-        ConfigError: the message has both numbers.
-    """
+    """Refuse tokens that the model has no embedding for."""
     embeddings = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary > embeddings:
         raise ConfigError(
