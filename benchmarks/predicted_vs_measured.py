@@ -126,7 +126,6 @@ def config_of(case: Case, nvme: Path, budget: int | None) -> dict[str, Any]:
 
 def worker(case: Case, nvme: Path, steps: int) -> None:
     """Measure rates, train, measure rates, predict; rank 0 prints one line."""
-
     processor.timed = products.timed = cpu_timed  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     kernels.set_threads(1)
@@ -216,7 +215,6 @@ def run_delay_s() -> float:
 
 
 def model_of(case: Case) -> Any:
-
     config = GPT2Config(
         n_layer=case.layers,
         n_embd=case.hidden,
@@ -232,7 +230,6 @@ def model_of(case: Case) -> Any:
 
 def measured_rates(case: Case, plan: TrainingPlan, nvme: Path, ranks: Ranks) -> Rates:
     """Those of a profile that this case needs, in a few seconds."""
-
     device = torch.device("cpu")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.precision]
     ranks.barrier()

@@ -30,7 +30,6 @@ _LEAST_BYTES = 16  # per parameter: fp32 p, g, m, v of the bare loop
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "bench-adam", help="measure the CPU optimizer, and compare it with torch's and DeepSpeed's"
     )

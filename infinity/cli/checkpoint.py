@@ -26,7 +26,6 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command and its own commands."""
     parser = subparsers.add_parser("checkpoint", help="inspect, verify, reshard, export or import a checkpoint")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add(commands, "inspect", _inspect, "print what a checkpoint contains, without reading a tensor")

@@ -11,7 +11,6 @@ from infinity.config.read import read_text
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "configs",
         help="list the ready configurations, or print one",

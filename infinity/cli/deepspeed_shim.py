@@ -14,7 +14,6 @@ NAME = "infinity-as-deepspeed.pth"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "install-deepspeed-shim",
         help="let `import deepspeed` import infinity without `infinity run`",

@@ -23,7 +23,6 @@ _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pydantic", "aiofi
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser("env", help="show what this machine has, and what infinity uses")
     parser.add_argument("--path", type=path_argument, action="append", help="directory on a drive; can be repeated")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")

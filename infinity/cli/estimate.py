@@ -20,7 +20,6 @@ EXIT_TOO_SMALL = 2
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "estimate",
         help="show how much of each memory a training takes, and whether it fits",

@@ -21,7 +21,6 @@ _PARAMS = 2 << 20
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "init",
         help="measure this machine, and write a configuration for it",

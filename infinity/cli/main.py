@@ -38,7 +38,7 @@ from infinity.cli.terminal import plain
 from infinity.errors import InfinityError
 
 _log = logging.getLogger(__name__)
-COMMANDS = (
+COMMANDS = (  # modules whose `add_parser` registers a command, with a function `run` that returns the exit code
     train,
     run,
     init,

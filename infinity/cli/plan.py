@@ -24,7 +24,6 @@ _SHOWN_S = 0.005
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "plan",
         help="predict what a step moves and computes, and how long it takes",

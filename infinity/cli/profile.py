@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "profile",
         help="measure drives, host link, optimizer, memory, matrix products and collectives",

@@ -18,7 +18,6 @@ from infinity.telemetry.timeline_summary import Ran, read_timeline
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser("report", help="show the numbers of a run, and write an HTML page with its curves")
     parser.add_argument(
         "log", type=path_argument, metavar="RUN", help="the file of `infinity train --log`, or the output of --json"

@@ -26,7 +26,6 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "run",
         help="run a script, or a command such as train, on several ranks",

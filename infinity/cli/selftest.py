@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "selftest",
         help="check that training on this machine gives the same bits with states in every tier",

@@ -39,7 +39,6 @@ class _Kept:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command and its own commands."""
     parser = subparsers.add_parser(
         "states", help="list or remove the states that crash-consistent runs keep on a drive"
     )

@@ -20,7 +20,6 @@ _LABELLED_SHARE = 0.05  # of the width of the picture; on narrower phases the na
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser("timeline", help="sum up and draw a timeline of training steps")
     parser.add_argument("file", type=path_argument, metavar="FILE", help="the file of tiering.timeline")
     parser.add_argument("--steps", type=_steps, metavar="FIRST[-LAST]", help="only these steps (default: all)")

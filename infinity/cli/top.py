@@ -18,7 +18,6 @@ _PIPE_COLUMNS = 160  # of what is no terminal
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "top",
         help="watch the runs on this machine: steps, tiers, drives, and what they wait for",

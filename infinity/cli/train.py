@@ -18,7 +18,6 @@ _COUNTS = ("steps", "seq_len", "save_every", "keep_last", "micro_batch_size", "a
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "train",
         help="train a language model with its states in the tiers",

@@ -11,7 +11,6 @@ _KNOBS = ("placement", "state_format", "schedule", "tile", "aio", "batch", "memo
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
     parser = subparsers.add_parser(
         "tune",
         help="find the fastest configuration for a model on this machine",
