@@ -65,12 +65,11 @@ def reduced_space(given: Setting) -> list[Setting]:
     micro, count, _ = given.batch
     batches = [given.batch, (micro, count, "layer"), (micro * count, 1, "micro_batch")]
     ways = [given.aio, (1 << 20, 32, "auto")]
-    found = []
-    for placement, schedule, aio, batch in product(
-        [given.placement, ("none", "nvme")], ["barrier", "backward"], ways, batches
-    ):
-        found.append(Setting(placement, given.state_format, schedule, given.tile, aio, batch, given.memory))
-    return found
+    knobs = product([given.placement, ("none", "nvme")], ["barrier", "backward"], ways, batches)
+    return [
+        Setting(placement, given.state_format, schedule, given.tile, aio, batch, given.memory)
+        for placement, schedule, aio, batch in knobs
+    ]
 
 
 def tune(args: argparse.Namespace, config: Path, out: Path) -> dict[str, Any]:

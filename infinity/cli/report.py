@@ -66,6 +66,4 @@ def _timeline(given: Path | None, found: RunLines) -> list[Ran]:
     if given is not None:
         return read_timeline(given)
     told = found.about.get("timeline")
-    if told is None or "\0" in told or not Path(told).is_file():
-        return []
-    return read_timeline(Path(told))
+    return read_timeline(Path(told)) if told is not None and Path(told).is_file() else []

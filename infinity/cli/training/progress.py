@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from infinity.cli.reporting.summary import ROUTES
 from infinity.cli.terminal import is_terminal, plain
 from infinity.cli.training.display import Display
 from infinity.cli.training.log import RunLog
@@ -49,12 +50,8 @@ class StepReport:
             **{f"{name}_s": seconds for name, seconds in stats.phase_s.items()},
             "optimizer_s": stats.optimizer_s,
             "stall_s": stats.stall_s,
-            "nvme_read_bytes": stats.tier_bytes.get("nvme_read", 0),
-            "nvme_write_bytes": stats.tier_bytes.get("nvme_write", 0),
-            "host_to_device_bytes": stats.tier_bytes.get("host_to_device", 0),
-            "device_to_host_bytes": stats.tier_bytes.get("device_to_host", 0),
-            "peak_host_bytes": stats.peak_bytes.get("host", 0),
-            "peak_device_bytes": stats.peak_bytes.get("device", 0),
+            **{f"{route}_bytes": stats.tier_bytes.get(route, 0) for route in ROUTES},
+            **{f"peak_{tier}_bytes": stats.peak_bytes.get(tier, 0) for tier in ("host", "device")},
         }
 
     def line(self, steps: int) -> str:

@@ -77,18 +77,8 @@ class Trials:
     def measure(self, setting: Setting, stop_above_s: float, within_s: float) -> Run:
         """See `infinity.tuning.Search`; whatever fails is told in the run."""
         began_s = time.monotonic()
-        job = {
-            "kind": "train",
-            "model": self._job.model,
-            "values": _for_a_trial(self._outlook.values_of(setting)),
-            "seq_len": self._job.seq_len,
-            "checkpointing": self._job.checkpointing,
-            "device": self._job.device,
-            "steps": self._job.steps,
-            "warm_up": self._job.warm_up,
-            "least_s": self._job.least_s,
-            "most_s": self._job.most_s,
-        }
+        job = {name: value for name, value in vars(self._job).items() if name != "tick"}
+        job |= {"kind": "train", "values": _for_a_trial(self._outlook.values_of(setting))}
         heard = _Heard()
         with self._workers.at(job) as worker:
             for event in worker.listen():
