@@ -318,11 +318,10 @@ def _check_parameters(model: nn.Module) -> None:
                 f"parameter `{name}` has no values: the engine that had them was closed. Build the model anew, or load "
                 "what was saved (model.load_state_dict(state, assign=True)), before initialize"
             )
+        kind = str(param.dtype).removeprefix("torch.")
         if param.is_floating_point() and not has_numbers(param) and param.requires_grad:
-            kind = str(param.dtype).removeprefix("torch.")
             raise ConfigError(f"parameter `{name}` is {kind}, which cannot be trained: freeze it, or make it bfloat16")
         if param.is_complex() and param.requires_grad:
-            kind = str(param.dtype).removeprefix("torch.")
             raise ConfigError(
                 f"parameter `{name}` is {kind}; hold it as real numbers (torch.view_as_real), or freeze it"
             )

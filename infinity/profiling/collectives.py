@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity.profiling.processor import timed
+from infinity.profiling.processor import synchronize, timed
 from infinity.tiers import Piece
 from infinity.zero.ranks import Ranks
 
@@ -29,11 +29,11 @@ def collective_rates(ranks: Ranks, device: torch.device) -> dict[str, Any] | Non
     def gather() -> None:
         for pending in ranks.all_gather(flat, [piece], "profile"):
             pending.wait()
-        _finish(device)
+        synchronize(device)
 
     def reduce() -> None:
         ranks.reduce_scatter(shard, flat, "profile").wait()
-        _finish(device)
+        synchronize(device)
 
     moved = _SHARD_BYTES * (ranks.size - 1)
     return {
@@ -52,8 +52,3 @@ def _median_s(ranks: Ranks, exchange: Callable[[], None]) -> float:
         ranks.barrier()
         seconds.append(timed(exchange))
     return statistics.median(seconds[1:])
-
-
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

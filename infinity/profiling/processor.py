@@ -23,11 +23,7 @@ Rates = dict[str, Any]
 
 def thread_counts(most: int) -> list[int]:
     """One, all, and the powers of two between."""
-    counts, count = [], 1
-    while count < most:
-        counts.append(count)
-        count *= 2
-    return [*counts, most]
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 @contextmanager
@@ -98,6 +94,12 @@ def timed(body: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for what a device computes."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def matmul_rates(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[Rates]:
     """Square products in each dtype, as large as take a tenth of a second, which some processors reach early."""
     return [_matmul_rate(device, dtype) for dtype in dtypes]
@@ -123,7 +125,6 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype) -> Rates:
 def _product_s(one: torch.Tensor, other: torch.Tensor) -> float:
     def product() -> None:
         torch.mm(one, other)
-        if one.device.type != "cpu":
-            torch.accelerator.synchronize(one.device)
+        synchronize(one.device)
 
     return timed(product)

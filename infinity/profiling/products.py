@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.profiling.processor import timed
+from infinity.profiling.processor import synchronize, timed
 
 _LAYOUTS = ("nn", "nt", "tn")
 _ROWS = (4, 16, 64, 256, 1024)
@@ -117,8 +117,7 @@ def _median_s(device: torch.device, body: Callable[[], object]) -> float:
 
     def finished() -> None:
         body()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        synchronize(device)
 
     first = timed(finished)
     rounds = 2 if first > _LONG_S else _ROUNDS
