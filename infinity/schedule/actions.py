@@ -8,35 +8,25 @@ from dataclasses import dataclass
 from infinity.schedule.unit_state import UnitState
 
 # Events #
-#
-# An agreed event happens alike on all ranks. A local event (completions, memory, reads by the user) depends on this
-# rank's own drives and memory. Only an agreed event may lead to an action that all ranks must take together.
-
-
-class AgreedEvent:
-    """An event that happens alike on all ranks."""
-
-    __slots__ = ()
-
-
-class LocalEvent:
-    """An event that depends on this rank's own drives, memory and errors."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _LocalUnitEvent(LocalEvent):
+class Event:
+    """An event on this rank. Other ranks may have other events, or another order, so no action is a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnitEvent(Event):
     unit: UnitState
 
 
 @dataclass(frozen=True, slots=True)
-class PassBegins(AgreedEvent):
+class PassBegins(Event):
     """A forward pass begins."""
 
 
 @dataclass(frozen=True, slots=True)
-class PassEnds(AgreedEvent):
+class PassEnds(Event):
     """A backward pass, or a forward pass without a backward pass, is over.
 
     Attributes:
@@ -46,56 +36,51 @@ class PassEnds(AgreedEvent):
     learn: bool
 
 
-@dataclass(frozen=True, slots=True)
-class UseBegins(AgreedEvent):
+class UseBegins(_UnitEvent):
     """A module is about to compute on a unit. The unit is pinned."""
 
-    unit: UnitState
 
-
-class ParametersNeeded(_LocalUnitEvent):
+class ParametersNeeded(_UnitEvent):
     """An early gather, a user or a save needs a unit's newest parameters. The unit is pinned."""
 
 
-class OldParametersNeeded(_LocalUnitEvent):
+class OldParametersNeeded(_UnitEvent):
     """A unit's parameters are needed in memory, without its update if one is due."""
 
 
-class ParametersMade(_LocalUnitEvent):
+class ParametersMade(_UnitEvent):
     """A new unit has its first values, in memory."""
 
 
-class ParametersStale(_LocalUnitEvent):
+class ParametersStale(_UnitEvent):
     """A unit's parameters in memory are stale: the newest are on NVMe."""
 
 
-class RoomNeeded(_LocalUnitEvent):
+class RoomNeeded(_UnitEvent):
     """A new unit's parameters need memory that is not free."""
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryFreed(LocalEvent):
+class MemoryFreed(Event):
     """Operations may have ended and released memory."""
 
 
-class UpdateDue(_LocalUnitEvent):
+class UpdateDue(_UnitEvent):
     """A unit's update is due. It may be submitted if the parameters are in memory."""
 
 
-class UpdateForeseen(_LocalUnitEvent):
+class UpdateForeseen(_UnitEvent):
     """A unit's gradients are complete, and its update is expected. It may be submitted as a speculative update."""
 
 
-class GradientsNeedRoom(_LocalUnitEvent):
+class GradientsNeedRoom(_UnitEvent):
     """A unit's gradients need memory that is not free. Yields no action if none can be freed."""
 
 
 @dataclass(frozen=True, slots=True)
-class GradientsRest(LocalEvent):
+class GradientsRest(Event):
     """The gradients of a unit that may spill will not change for a while."""
 
-
-Event = AgreedEvent | LocalEvent
 
 # Actions #
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from infinity.errors import RankError
 from infinity.schedule.actions import Event, UseBegins
 from infinity.telemetry import Counters
 from infinity.tiers import FlatSpec, Sharding
+from infinity.zero.executor import Executor
 from infinity.zero.gathering import Gathering
 from infinity.zero.ranks import Pending, Ranks
 from infinity.zero.unit import Shared
@@ -59,6 +61,29 @@ def settings(path: Path, host_memory: int | str, stage: int) -> dict[str, Any]:
     return config
 
 
+@contextmanager
+def no_collective_in_actions(executor: Executor) -> Iterator[None]:
+    """Refuse collectives while the actions of an event are performed."""
+    perform, talking = executor._do, Ranks.talking
+    events: list[Event] = []
+
+    def do(event: Event) -> bool:
+        events.append(event)
+        try:
+            return perform(event)
+        finally:
+            events.pop()
+
+    def talk(self: Ranks, what: str) -> AbstractContextManager[None]:
+        assert not events, f"{what} is an action for {events[-1]}"
+        return talking(self, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "_do", do)
+        patch.setattr(Ranks, "talking", talk)
+        yield
+
+
 def train_in(path: Path, budgets: list[str], stage: int) -> dict[str, torch.Tensor]:
     """Train in this rank's budget, where "least" is what the refusal names."""
     rank = dist.get_rank()
@@ -69,7 +94,10 @@ def train_in(path: Path, budgets: list[str], stage: int) -> dict[str, torch.Tens
         found = re.search(r"Raise tiering.host_memory to (\d+) bytes", str(refused.value))
         assert found is not None, refused.value
         budget = int(found.group(1)) if budget == "least" else budget
-    with infinity.initialize(model=experts(), config=settings(path, budget, stage))[0] as engine:
+    with (
+        infinity.initialize(model=experts(), config=settings(path, budget, stage))[0] as engine,
+        no_collective_in_actions(engine._runtime.executor),
+    ):
         for x in data()[:, rank]:
             engine.backward(engine(x).square().mean())
             engine.step()
