@@ -56,10 +56,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -72,9 +70,9 @@ from infinity.zero.compiled import is_compiled, left_out
 from infinity.zero.coroutines import this_thread
 from infinity.zero.one_thread import OneThread
 from infinity.zero.outside_units import normalisations
-from infinity.zero.partition import HookPoint, Partition
+from infinity.zero.partition import Partition
 from infinity.zero.reads import ParameterReads, Used
-from infinity.zero.unit import Unit
+from infinity.zero.unit import Unit, UnitCalls
 
 
 class Listener:
@@ -107,46 +105,6 @@ class Listener:
         """Called when `param.grad` holds this backward pass's gradient."""
 
 
-_UNIT = attrgetter("unit")  # a comprehension would be one more call for each event of a unit
-
-
-@dataclass(slots=True, eq=False)
-class _UnitUses:
-    """The uses of one unit in the running training passes.
-
-    Attributes:
-        unit: its row.
-        followed: whether the hooks report when backward enters and leaves it.
-        awaited: number of its gradients in a backward pass.
-        arrived: number of gradients that have arrived in the running backward pass.
-        calls: number of calls in training forward passes whose backward has not ended.
-        repeats: whether one of these calls ran in an autograd function, so that backward repeats it.
-        constant: whether backward may read values of it without passing a gradient, see
-            [Note: values without a gradient].
-        calls_within: number of calls that the running backward pass has made: repeated calls, and calls of hooks.
-        had: the parameters that have had a gradient in the running backward pass.
-    """
-
-    unit: Unit
-    followed: bool
-    awaited: int
-    arrived: int = 0
-    calls: int = 0
-    repeats: bool = False
-    constant: bool = False
-    calls_within: int = 0
-    had: set[int] = field(default_factory=set)
-
-    @property
-    def is_called_once(self) -> bool:
-        """Whether one call, perhaps repeated, has all of its gradients."""
-        return self.calls == 1 and self.calls_within == int(self.repeats)
-
-    @property
-    def is_complete(self) -> bool:
-        return self.arrived == self.awaited
-
-
 class Hooks:
     """All hooks of one engine; `remove` removes them.
 
@@ -174,12 +132,7 @@ class Hooks:
         self._listener = listener
         self._compiled = is_compiled(model)
         self._handles: list[RemovableHandle] = []
-        moving = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
-        self._units = [
-            # Backward needs no values of a unit without elements. A fetch of it would fill memory with padding.
-            _UnitUses(unit, layout.index in moving and any(info.numel for info in layout.params), layout.trained)
-            for unit, layout in zip(units, partition.units, strict=True)
-        ]
+        self._units = units
         self._calls: list[_Call] = []
         self._of_thread = _OfThread()
         self._begun = _Begun(listener)
@@ -188,19 +141,23 @@ class Hooks:
         self._trained_ids: set[int] = set()
         self._counting = False
         self._outermost: int | None = None  # autograd's number of the running backward pass
-        uses_of: dict[int, _UnitUses] = {}
+        self._unit_of: dict[int, Unit] = {}  # by identity of the parameter
         self._names: dict[int, str] = {}
-        for each, layout in zip(self._units, partition.units, strict=True):
-            for index, info in enumerate(layout.params):
+        moving = frozenset(chain.from_iterable(p.units for p in partition.hook_points if p.moving))
+        for unit in units:
+            # Backward needs no values of a unit without elements. A fetch of it would fill memory with padding.
+            followed = unit.index in moving and any(info.numel for info in unit.layout.params)
+            unit.calls = UnitCalls(followed)
+            for index, info in enumerate(unit.layout.params):
                 param = model.get_parameter(info.name)
-                uses_of[id(param)] = each
+                self._unit_of[id(param)] = unit
                 self._names[id(param)] = info.name
                 if info.trainable:
-                    self._watch_parameter(param, each, index)
-        self._uses_of = uses_of
-        self._reads = ParameterReads(uses_of, lent, self)
+                    self._watch_parameter(param, unit, index)
+        self._reads = ParameterReads(self._unit_of, lent, self)
         for point in partition.hook_points:
-            self._watch_module(model.get_submodule(point.module_name), point)
+            of_module = tuple(units[index] for index in point.units)
+            self._watch_module(model.get_submodule(point.module_name), of_module, moving=point.moving)
         for module, widened in normalisations(model):  # after `enter`, which brings the values
             self._handles.append(module.register_forward_pre_hook(widened.lend))
             self._handles.append(module.register_forward_hook(widened.take_back, always_call=True))
@@ -228,7 +185,9 @@ class Hooks:
 
         Their gradients may come in several parts, or backward may read their values after the last of them.
         """
-        return frozenset(each.unit for each in self._units if each.constant or (each.repeats and each.calls > 1))
+        return frozenset(
+            unit for unit in self._units if unit.calls.constant or (unit.calls.repeats and unit.calls.forward > 1)
+        )
 
     @property
     def in_forward(self) -> bool:
@@ -242,10 +201,8 @@ class Hooks:
 
     def end_backward(self) -> None:
         """End all calls of this backward pass, and of failed autograd passes."""
-        for each in self._units:
-            each.arrived = each.calls = each.calls_within = 0
-            each.repeats = each.constant = False
-            each.had.clear()
+        for unit in self._units:
+            unit.calls.end_backward()
         self._outermost = None
         self._begun.end(lambda call: True)
 
@@ -257,7 +214,7 @@ class Hooks:
             call = running.pop()
             if call.claims:
                 self.thread.release()
-            self._listener.leave(tuple(map(_UNIT, call.units)), ends_forward=not running)
+            self._listener.leave(tuple(call.units), ends_forward=not running)
 
     def remove(self) -> None:
         """Remove all hooks, and the reference to the listener, which refers to this object."""
@@ -271,22 +228,21 @@ class Hooks:
 
     # Forward #
 
-    def _watch_module(self, module: nn.Module, point: HookPoint) -> None:
-        uses = [self._units[unit] for unit in point.units]
-        rows, followed = tuple(map(_UNIT, uses)), [each for each in uses if each.followed]
+    def _watch_module(self, module: nn.Module, units: tuple[Unit, ...], *, moving: bool) -> None:
+        followed = [unit for unit in units if unit.calls.followed]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # Before the call opens: asking for the node of a view that was changed in place makes autograd create it.
-            inputs = list(_recorded((args, kwargs))) if point.moving and torch.is_grad_enabled() else []
-            call = _Call(module, uses, followed, self._begun)
+            inputs = list(_recorded((args, kwargs))) if moving and torch.is_grad_enabled() else []
+            call = _Call(module, units, followed, self._begun)
             call.claims = self.thread.claim()
             try:
-                self._listener.enter(rows)
+                self._listener.enter(units)
             except BaseException:
                 if call.claims:
                     self.thread.release()
                 raise
-            self._count(uses)
+            self._count(units)
             call.watches = self._reads.begin()
             self._running.append(call)
             call.has_inputs = bool(inputs)
@@ -302,7 +258,7 @@ class Hooks:
                 self.thread.release()
             if call.watches:
                 self._reads.end()
-            self._listener.leave(tuple(map(_UNIT, call.units)), ends_forward=not running)
+            self._listener.leave(tuple(call.units), ends_forward=not running)
             if not running:
                 self._refuse_views(output)
             if not torch.is_grad_enabled():
@@ -322,7 +278,7 @@ class Hooks:
         """Refuse a result in the memory of a unit that can be evicted: a later read would crash the process."""
         for tensor in _tensors(output):
             param = self._reads.parameter_of(tensor)
-            if param is not None and param != id(tensor) and self._uses_of[param].unit.offloaded:
+            if param is not None and param != id(tensor) and self._unit_of[param].offloaded:
                 raise InfinityError(
                     f"the model returns a view of `{self._names[param]}` (or its detach() or data), whose memory is "
                     "freed when its unit leaves memory: return a copy (clone()), or have parameters stay in memory "
@@ -340,77 +296,79 @@ class Hooks:
         if running >= 0 and (self._outermost is None or running < self._outermost):
             self._outermost = running
 
-    def use(self, units: Sequence[_UnitUses], constant: Mapping[int, _UnitUses]) -> Used | None:
+    def use(self, units: Sequence[Unit], constant: Mapping[int, Unit]) -> Used | None:
         """Enter units whose parameters a torch function is about to read; see [Note: uses that no output shows]."""
         running = self._running
         if not running:
             return None  # an interrupt came before the call was recorded, see `abandon`
         call = running[-1]
         if self._counting and not torch.is_inference_mode_enabled():
-            for param, each in constant.items():
+            for param, unit in constant.items():
                 if param in self._trained_ids:
-                    each.constant |= torch.is_grad_enabled() or not torch._C._is_fwd_grad_enabled()
-        for each in units:
-            if each not in call.units:
-                self._listener.enter((each.unit,))
-                call.units.append(each)
-                self._count((each,))
-                if each.followed:
-                    call.followed.append(each)
+                    unit.calls.constant |= torch.is_grad_enabled() or not torch._C._is_fwd_grad_enabled()
+        for unit in units:
+            if unit not in call.units:
+                self._listener.enter((unit,))
+                call.units.append(unit)
+                self._count((unit,))
+                if unit.calls.followed:
+                    call.followed.append(unit)
         return call.begin_with if call.followed and torch.is_grad_enabled() else None
 
-    def check_change(self, param: int, unit: _UnitUses) -> None:
+    def check_change(self, param: int, unit: Unit) -> None:
         """Refuse a change by the model's forward that would be lost, see [Note: parameters that forward changes]."""
-        if unit.followed:
+        if unit.calls.followed:
             raise InfinityError(
                 f"the forward pass changes `{self._names[param]}` in place, which would be lost when its unit leaves "
                 "memory: change it between two steps in zero.GatheredParameters, or have parameters stay in memory "
                 "(zero_optimization.stage 2)"
             )
 
-    def _count(self, units: Sequence[_UnitUses]) -> None:
+    def _count(self, units: Sequence[Unit]) -> None:
         """Count a call of a module with these units, see [Note: gradients in parts]."""
         records = torch.is_grad_enabled()
         if self._counting:
             if not records and (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled()):
                 if _may_be_repeated():
-                    for each in units:
-                        each.constant = True
+                    for unit in units:
+                        unit.calls.constant = True
                 return  # this use passes no gradient to them
-            for each in units:
-                each.calls += 1
-                each.repeats |= not records
+            for unit in units:
+                unit.calls.forward += 1
+                unit.calls.repeats |= not records
         elif records and torch._C._current_graph_task_id() >= 0:
             self._note_pass()  # a backward pass within this one may follow
-            for each in units:
-                each.calls_within += 1
+            for unit in units:
+                unit.calls.within += 1
 
     # Backward #
 
-    def _watch_parameter(self, param: nn.Parameter, each: _UnitUses, index: int) -> None:
+    def _watch_parameter(self, param: nn.Parameter, unit: Unit, index: int) -> None:
+        calls = unit.calls
+
         def ready(param: torch.Tensor) -> None:
             if param.grad is None:
                 return  # a user's hook has removed it: for torch, the parameter has no gradient in this pass
-            self._look_for_parts(each, index)
-            self._listener.gradient_ready(each.unit, index, param)  # type: ignore[arg-type]
-            each.arrived += 1
-            if self._alone and each.followed and each.is_complete:
-                self._begun.end(lambda call: each in call.followed and call.is_through)
+            self._look_for_parts(unit, index)
+            self._listener.gradient_ready(unit, index, param)  # type: ignore[arg-type]
+            calls.gradients += 1
+            if self._alone and calls.followed and calls.gradients == unit.total.trained:
+                self._begun.end(lambda call: unit in call.followed and call.is_through)
 
         handle = param.register_post_accumulate_grad_hook(ready)
         self._handles.append(handle)
         self._trained.append((param, handle.id))
         self._trained_ids.add(id(param))
 
-    def _look_for_parts(self, each: _UnitUses, index: int) -> None:
+    def _look_for_parts(self, unit: Unit, index: int) -> None:
         """Report a gradient that may not be the last one of its unit, see [Note: gradients in parts]."""
         running = torch._C._current_graph_task_id()
         if running != self._outermost:
             self._note_pass()
-        again = index in each.had
-        each.had.add(index)
-        if again or (running != self._outermost and not each.is_called_once):
-            self._listener.in_parts(each.unit, index, again=again)
+        again = index in unit.calls.had
+        unit.calls.had.add(index)
+        if again or (running != self._outermost and not unit.calls.is_one):
+            self._listener.in_parts(unit, index, again=again)
 
     def _let_users_hooks_come_first(self) -> None:
         """Move our hooks behind newer hooks on `param.grad`, so that these can see and change it first.
@@ -467,7 +425,7 @@ class _Call:
 
     Attributes:
         units: units that the call has entered so far.
-        followed: the `followed` units among them, see `_UnitUses`.
+        followed: the `followed` units among them, see `UnitCalls`.
         entered: units that its backward has entered.
         first_node: sequence number of the first autograd node that the call may have created.
         has_inputs: whether autograd continues from the call to older nodes.
@@ -475,9 +433,7 @@ class _Call:
         claims: whether the call's thread holds the model until the call ends.
     """
 
-    def __init__(
-        self, module: nn.Module, units: Sequence[_UnitUses], followed: Sequence[_UnitUses], begun: _Begun
-    ) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit], followed: Sequence[Unit], begun: _Begun) -> None:
         self.module = module
         self.units = list(units)
         self.followed = list(followed)
@@ -492,7 +448,7 @@ class _Call:
     @property
     def is_through(self) -> bool:
         """Whether nothing older follows in autograd, and all gradients of its units have come."""
-        return not self.has_inputs and all(each.is_complete for each in self.followed)
+        return not self.has_inputs and all(unit.calls.gradients == unit.total.trained for unit in self.followed)
 
     def begin_with(self, result: Any, given: Any) -> None:
         """Begin the call's backward at the first gradient of a tensor in the result of a function with these arguments.
@@ -531,7 +487,7 @@ class _Begun:
         self.end_newer(node)  # first: two successive calls must not both be in memory
         if call in self._pass_of:
             return
-        call.entered = tuple(map(_UNIT, call.followed))
+        call.entered = tuple(call.followed)
         self.listener.backward_enter(call.entered)
         running = torch._C._current_graph_task_id()
         if running not in self._pass_of.values():

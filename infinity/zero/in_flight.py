@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -43,11 +44,12 @@ class InFlight:
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
-        self._ended: SimpleQueue[int] = SimpleQueue()  # units whose updates are computed or have failed
+        # Units whose updates are computed or have failed. Weak, because row, ticket and callback would form a cycle.
+        self._ended: SimpleQueue[ReferenceType[Unit]] = SimpleQueue()
         # The containers below keep only the order of units. The rows have the state: after an interrupt, an entry may
         # contradict its row.
         self._due: dict[Unit, None] = {}
-        self._submitted: dict[int, Unit] = {}
+        self._submitted: dict[Unit, None] = {}
         self._computed: dict[Unit, None] = {}  # subset of `_submitted`; their writes may be in flight
 
     @property
@@ -62,7 +64,7 @@ class InFlight:
 
     @property
     def submitted(self) -> list[Unit]:
-        return list(self._submitted.values())
+        return list(self._submitted)
 
     def ask(self, row: Unit, segments: tuple[Segment, ...]) -> None:
         """Set the unit's update of this step; `submit` or `update_on_device` takes it."""
@@ -122,20 +124,20 @@ class InFlight:
         Args:
             before: the update's images of the undo log, by tile; None if the update is not speculative.
         """
-        unit, params = row.index, row.params
+        params = row.params
         grad, arriving = self._grads.take_for_update(row.grads)
         touching = self._params.begin_update(params)
         spec = params.spec
         trained = spec.trainable_numel // spec.sharding.count
         ticket = UpdateTicket(
-            unit=unit,
+            unit=row.index,
             param=params.shard[:trained],
             grad=grad,
             segments=segments,
             missing=(*touching, *arriving),
             write=params.write if write else None,
             # For equal bits, the seed depends on neither placement nor resume. A rank's shard may be only padding.
-            seed=segments[0].rule.step << 24 | unit if segments else 0,
+            seed=segments[0].rule.step << 24 | row.index if segments else 0,
             first=spec.sharding.rank * trained,
             needed=needed,
             only=tiles,
@@ -144,10 +146,10 @@ class InFlight:
             reconstructs_param=reconstructs_param,
         )
         self._pipeline.submit(ticket)
-        ticket.computed.add_done_callback(partial(_note_ended, self._ended, unit))
+        ticket.computed.add_done_callback(partial(_note_ended, self._ended, ref(row)))
         written = params.write_through(ticket) if write else None
         reconstructable = self._pipeline.rollback.can_recover_param(segments, self._grads.dtype)
-        self._submitted[unit] = row
+        self._submitted[row] = None
         row.submit(ticket, written, keeps=before is not None, reconstructable=reconstructable)
         return ticket
 
@@ -178,7 +180,7 @@ class InFlight:
     @property
     def all_computed(self) -> bool:
         """Whether all updates are computed and none has failed. Writes may be in flight."""
-        tickets = [row.ticket for row in self._submitted.values() if row.ticket is not None]
+        tickets = [row.ticket for row in self._submitted if row.ticket is not None]
         return not self._due and all(each.computed.done() and each.computed.exception() is None for each in tickets)
 
     @staticmethod
@@ -204,11 +206,11 @@ class InFlight:
         self._read_ended()
         while self._submitted and not self._computed:
             # An interrupt may have lost an entry of `_ended`, so look at the tickets first.
-            self._computed |= {row: None for row in self._submitted.values() if self._is_computed(row)}
+            self._computed |= {row: None for row in self._submitted if self._is_computed(row)}
             if not self._computed:
                 with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
-                    unit = self._ended.get()
-                self._note_computed(unit)
+                    ended = self._ended.get()
+                self._note_computed(ended())
         for row in self._computed:
             self.finish(row)
             return True
@@ -221,10 +223,9 @@ class InFlight:
 
     def _read_ended(self) -> None:
         while not self._ended.empty():
-            self._note_computed(self._ended.get())
+            self._note_computed(self._ended.get()())
 
-    def _note_computed(self, unit: int) -> None:
-        row = self._submitted.get(unit)
+    def _note_computed(self, row: Unit | None) -> None:
         if row is not None and self._is_computed(row):  # else the entry is of an earlier update of the unit
             self._computed[row] = None
 
@@ -251,7 +252,7 @@ class InFlight:
         """Take an ended update off the row, and release its gradients and parameters. Raises if the update failed."""
         with self._critical:
             ticket, write = row.finish()
-            self._submitted.pop(row.index, None)
+            self._submitted.pop(row, None)
             self._computed.pop(row, None)
             for move in ticket.missing:  # a withdrawn update has not waited for its inputs
                 move.wait(self._counters)
@@ -284,6 +285,5 @@ def _update_segment(
     )
 
 
-def _note_ended(ended: SimpleQueue[int], unit: int, _: Future[None]) -> None:
-    """Report an ended update by the unit's number. With the row, row, ticket and callback would form a cycle."""
-    ended.put(unit)
+def _note_ended(ended: SimpleQueue[ReferenceType[Unit]], row: ReferenceType[Unit], _: Future[None]) -> None:
+    ended.put(row)

@@ -98,6 +98,40 @@ class UnitPass:
 
 
 @dataclass(slots=True)
+class UnitCalls:
+    """The calls of modules that compute on a unit, as hooks.py counts them in the running training passes.
+
+    Attributes:
+        followed: whether the hooks report when backward enters and leaves the unit.
+        forward: number of calls in training forward passes whose backward has not ended.
+        repeats: whether one of these calls ran in an autograd function, so that backward repeats it.
+        constant: whether backward may read values of the unit without passing a gradient, see
+            [Note: values without a gradient] in hooks.py.
+        within: number of calls that the running backward pass has made: repeated calls, and calls of hooks.
+        had: the parameters that have had a gradient in the running backward pass.
+        gradients: number of gradients that have arrived in the running backward pass.
+    """
+
+    followed: bool = False
+    forward: int = 0
+    repeats: bool = False
+    constant: bool = False
+    within: int = 0
+    had: set[int] = field(default_factory=set)
+    gradients: int = 0
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one call, perhaps repeated, has all of the unit's gradients."""
+        return self.forward == 1 and self.within == int(self.repeats)
+
+    def end_backward(self) -> None:
+        self.forward = self.within = self.gradients = 0
+        self.repeats = self.constant = False
+        self.had.clear()
+
+
+@dataclass(slots=True)
 class Collected:
     """This rank's gradients of a unit that are not reduced yet, in one flat tensor.
 
@@ -190,6 +224,7 @@ class Unit(UnitState):
         states: its optimizer states.
         total: its gradients so far.
         running: its part in the running backward pass; replaced when a pass begins.
+        calls: its calls in the running training passes.
         shared: None if this rank has all of the unit.
         begun: tiles that already have the update in `due`.
         write: the move with which the update of `ticket` writes the new parameters home; None if it does not.
@@ -198,9 +233,11 @@ class Unit(UnitState):
     """
 
     __slots__ = (
+        "__weakref__",
         "_gradients",
         "_store",
         "_store_there",
+        "calls",
         "foreseen",
         "grads",
         "keeps",
@@ -237,6 +274,7 @@ class Unit(UnitState):
         self.grads = grads
         self.total = UnitTotal(layout.trained)
         self.running = UnitPass()
+        self.calls = UnitCalls()
         self.shared = Shared(spec) if spec.sharding.count > 1 else None
         self._gradients = grads.host
         self._store, self._store_there = store, store_there
