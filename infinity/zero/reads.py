@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.zero.unit import Unit
 
 # Functions that read a tensor's metadata and not its values. Getters (`.dtype`, `.shape`) are recognised by name.
 _FORM = frozenset(
@@ -28,13 +30,10 @@ _RENORMING = {"embedding": 1, "embedding_bag": 1}  # with `max_norm`, they chang
 Used = Callable[[Any, Any], None]  # (result, arguments)
 
 
-UnitT = TypeVar("UnitT", contravariant=True)  # the reader's object for a unit
-
-
-class Reader(Protocol[UnitT]):
+class Reader(Protocol):
     """The receiver of `ParameterReads`."""
 
-    def use(self, units: Sequence[UnitT], constant: Mapping[int, UnitT]) -> Used | None:
+    def use(self, units: Sequence[Unit], constant: Mapping[int, Unit]) -> Used | None:
         """Called before a torch function that has parameters of these units, or tensors in their memory, as arguments.
 
         Args:
@@ -45,11 +44,11 @@ class Reader(Protocol[UnitT]):
             A function to call with the result and the arguments; None for none.
         """
 
-    def check_change(self, param: int, unit: UnitT) -> None:
+    def check_change(self, param: int, unit: Unit) -> None:
         """Called before a torch function changes the parameter with this identity in place."""
 
 
-class ParameterReads(TorchFunctionMode, Generic[UnitT]):
+class ParameterReads(TorchFunctionMode):
     """While active, reports torch functions that use parameters.
 
     Activated by `begin` and `end`, not by `with`: backward may recompute a forward in another thread, and each thread
@@ -62,7 +61,7 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
             collection.
     """
 
-    def __init__(self, unit_of: Mapping[int, UnitT], lent: Container[int], reader: Reader[UnitT]) -> None:
+    def __init__(self, unit_of: Mapping[int, Unit], lent: Container[int], reader: Reader) -> None:
         super().__init__()
         self._unit_of = unit_of
         self._lent = lent
@@ -101,8 +100,8 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
         if kwargs or name.endswith("_"):
             for value in _changed_by(name, args, kwargs):
                 self._check_change(value)
-        units: dict[UnitT, None] = {}
-        constant: dict[int, UnitT] = {}
+        units: dict[Unit, None] = {}
+        constant: dict[int, Unit] = {}
         self._collect(args, units, constant)
         if kwargs:
             self._collect(kwargs.values(), units, constant)
@@ -139,7 +138,7 @@ class ParameterReads(TorchFunctionMode, Generic[UnitT]):
             return id(own)
         return self._shares.get(own) if self._shares else None
 
-    def _collect(self, values: Iterable[Any], units: dict[UnitT, None], constant: dict[int, UnitT]) -> None:
+    def _collect(self, values: Iterable[Any], units: dict[Unit, None], constant: dict[int, Unit]) -> None:
         """Collect the units of the parameters among the values; layers with many weights pass lists."""
         for value in values:
             if isinstance(value, torch.Tensor):
