@@ -130,7 +130,7 @@ class Accessors:
         self._step.check()
         self._runtime.together(what)
         source = self._step.gradients.source
-        return source.groups.all.any(source.waits)
+        return source.groups.all.any(source.has_unreduced)
 
     def waiting_gradient(self, place: Place) -> torch.Tensor | None:
         """A copy of a gradient that is not reduced yet, flat: the sum of what the ranks have so far, if they do.

@@ -434,7 +434,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
             rules.grads.reduces_every_pass,
             sizing.collect_dtype,
             sizing.communication_dtype,
-            tells_early=sizing.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE),
+            flags_early=sizing.schedule in (UpdateSchedule.BACKWARD, UpdateSchedule.SPECULATIVE),
             streams=rules.grads.stream,
         )
         numels, device = sizing.shards.numels, runtime.link.device
@@ -452,7 +452,15 @@ def make_gradients(runtime: Runtime) -> Gradients:
     else:
         source = Direct(units, runtime.parts)
     streams = runtime.grads.streams or runtime.grads_there is not None
-    return Gradients(units, source, runtime.sums, runtime.counters, runtime.parts, streams=streams)
+    return Gradients(
+        units,
+        source,
+        runtime.sums,
+        runtime.counters,
+        runtime.parts,
+        sums_on_device=rules.grads.sums_there,
+        streams=streams,
+    )
 
 
 def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,12 +28,13 @@ class Gradients:
         units: the rows of all units.
         sums: sums over micro-batches on the device, as far as there is room.
         parts: the other parts of a divided model.
-        streams: gradients, or their norms, leave the device while it computes.
+        streams: whether gradients, or their norms, leave the device while it computes.
 
     Attributes:
-        source: takes them from autograd.
-        alone: gradients can be checked at any time, because no other rank takes part in it.
-        last_pass: the running or latest backward pass is the step's last one.
+        source: takes gradients from autograd, and reduces them over the ranks.
+        alone: whether no other rank takes part, so that gradients can be checked at any time.
+        sums_on_device: whether the device may sum the gradients of several micro-batches.
+        last_pass: whether the running or latest backward pass is the step's last one.
         lag: number of units whose gradients may still be on their way from the device while the next is computed.
     """
 
@@ -45,6 +46,7 @@ class Gradients:
         counters: Counters,
         parts: ModelParts,
         *,
+        sums_on_device: bool,
         streams: bool,
     ) -> None:
         self._units = units
@@ -53,13 +55,14 @@ class Gradients:
         self._counters = counters
         self._parts = parts
         self.alone = source.groups.all.size * parts.ranks.size == 1
+        self.sums_on_device = sums_on_device
         self.lag = _LAG if streams else 0
         self.last_pass = False
 
     # Arriving #
 
     def take(self, unit: Unit, index: int, param: nn.Parameter) -> Addend | None:
-        """Take `param.grad` away. Return the gradients that are to be added now."""
+        """Remove `param.grad`. Return the gradients that are to be added now."""
         unit.running.arrived.add(index)
         grad = local_gradient(param)
         if grad is None:
@@ -70,14 +73,12 @@ class Gradients:
         param.grad = None
         return addend
 
-    def sum_there(self, addend: Addend) -> Addend | None:
-        """Add to the device's sum of a part's gradients in this step, if it has one or has room for one.
+    def sum_on_device(self, addend: Addend) -> Addend | None:
+        """Add to the device's sum of a part's gradients in this step, if there is one or room for one.
 
         Returns:
             The gradients for `try_add`; None if nothing leaves the device yet.
         """
-        if self.last_pass and not self._sums.sums:
-            return addend
         unit, part, place, grad, *_ = addend
         step = unit.total.step
         begins_here = (
@@ -100,7 +101,7 @@ class Gradients:
         if not self.last_pass:
             self.source.begin_pass(last=True)
             yield from self.source.end_pass()
-            self._note_told()
+            self._note_flags()
         yield from self.sums_left()
 
     def sums_left(self) -> Iterator[Addend]:
@@ -118,22 +119,17 @@ class Gradients:
 
     def all_come(self, unit: Unit) -> bool:
         """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
-        return self.source.tells_late or len(unit.running.added) == unit.total.trained
+        return self.source.flags_late or len(unit.running.added) == unit.total.trained
 
-    def try_add(self, addend: Addend) -> bool | None:
-        """Add to the host's gradients of a unit.
-
-        Returns:
-            Whether all gradients of the unit have come in this backward pass; None if nothing was added for lack of
-                room.
-        """
+    def try_add(self, addend: Addend) -> bool:
+        """Add to the gradients of a unit. Return False, and add nothing, if they have no room."""
         unit, part, place, grad, *_ = addend
         total, store = unit.total, unit.grads_store
         step = total.step or total.begun()  # first, so that a buffer opened below can be dropped
         stats = step.stats
         is_first = not stats
         if not store.add(unit.grads, part, place, grad, stats, last=self.last_pass):
-            return None
+            return False
         measured = stats[part]
         if isinstance(measured, GradStats):
             if self.source.shares:
@@ -144,9 +140,8 @@ class Gradients:
             for low, high in total.gaps:
                 store.tensor(unit.grads)[low:high] = 0  # kernels process the padding, too
         step.present.update(addend.present)
-        added = unit.running.added
-        added.update(addend.of_pass)
-        return self.source.tells_late or len(added) == total.trained
+        unit.running.added.update(addend.of_pass)
+        return True
 
     def begin_backward(self, *, last: bool, uses: Sequence[int] | None) -> None:
         """Begin a backward pass; `last` is whether it is the last one of a step.
@@ -160,15 +155,18 @@ class Gradients:
     def end_backward(self) -> Iterator[Addend]:
         """End the pass after yielding its last gradients."""
         yield from self.source.end_pass()
-        self._note_told()
+        self._note_flags()
         if self.last_pass:
             yield from self.sums_left()
 
-    def _note_told(self) -> None:
-        """Note which parameters have a gradient, now that it is known. Drop units in which none has one on any rank."""
-        if not self.source.tells_late:
+    def _note_flags(self) -> None:
+        """Note which parameters have a gradient on some rank, if only the end of the pass shows it.
+
+        Drop the gradients of units in which no parameter has one.
+        """
+        if not self.source.flags_late:
             return
-        for unit, indices in self.source.told():
+        for unit, indices in self.source.flagged():
             unit.total.begun().present.update(indices)
         for unit in self._units:
             if unit.total.step is not None and not unit.total.step.present:
@@ -180,17 +178,17 @@ class Gradients:
     def units_with_gradients(self) -> list[Unit]:
         return [unit for unit in self._units if unit.total.present]
 
-    def ask_others(self, unit: Unit) -> Vote:
+    def start_vote(self, unit: Unit) -> Vote:
         """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""
-        spoilt, sharing = not all(each.finite for each in self.stats(unit)), self.source.groups.sharing
+        not_finite, sharing = not all(each.finite for each in self.stats(unit)), self.source.groups.sharing
         if self._parts.ranks.size == 1:
-            return sharing.ask(spoilt)
+            return sharing.ask(not_finite)
         with self.source.agreeing():
-            spoilt = sharing.any(spoilt)
-        return self._parts.ranks.ask(spoilt)
+            not_finite = sharing.any(not_finite)
+        return self._parts.ranks.ask(not_finite)
 
     def is_finite(self, vote: Vote) -> bool:
-        """Wait for the vote of `ask_others`."""
+        """Wait for the vote of `start_vote`."""
         with self.source.agreeing():
             return not vote.result()
 
@@ -241,31 +239,19 @@ class Gradients:
 
     # Reads from outside #
 
-    def held_values(self, unit: Unit, free: Callable[[Unit], bool]) -> torch.Tensor:
-        """Return the unit's gradients, to read or to change (`remeasure` follows).
-
-        Args:
-            free: frees memory for a unit's gradients; False if there is none to free.
+    def open(self, unit: Unit) -> torch.Tensor | None:
+        """Return the unit's gradients, to read or to change (`remeasure` follows); None while they have no room.
 
         Raises:
-            InfinityError: an update has them, or they are not reduced over the ranks yet.
+            InfinityError: they are not reduced over the ranks yet.
         """
         self.check_reduced()
-        for held, part in list(self._sums.sums):
-            if held is unit.grads:
-                while self.try_add(self._sum_of(unit, part)) is None:  # in case of an error it stays on the device
-                    self._have_freed(unit, free)
-                del self._sums.sums[held, part]
-        while (buffer := unit.grads_store.open(unit.grads)) is None:
-            self._have_freed(unit, free)
-        return buffer
-
-    @staticmethod
-    def _have_freed(unit: Unit, free: Callable[[Unit], bool]) -> None:
-        if not free(unit):
-            raise InfinityError(
-                "there is no memory to read gradients into: raise tiering.host_memory (or device_memory)"
-            )
+        for grads, part in list(self._sums.sums):
+            if grads is unit.grads:
+                if not self.try_add(self._sum_of(unit, part)):  # the sum stays on the device, also after an error
+                    return None
+                del self._sums.sums[grads, part]
+        return unit.grads_store.open(unit.grads)
 
     def check_reduced(self) -> None:
         """Check that all gradients can be read.
@@ -273,7 +259,7 @@ class Gradients:
         Raises:
             InfinityError: some are not reduced over the ranks yet.
         """
-        if self.source.waits:
+        if self.source.has_unreduced:
             raise InfinityError(
                 "gradients are not reduced over the ranks before the last micro-batch's backward, at stages 0 and 1 "
                 "and with communication.shard_size: read them after it, before step()"
@@ -289,7 +275,7 @@ class Gradients:
 
     def held(self) -> bool:
         """Whether there are gradients without an update."""
-        return self.source.waits or bool(self.units_with_gradients())
+        return self.source.has_unreduced or bool(self.units_with_gradients())
 
     def drop_params(self, indices: Mapping[Unit, Collection[int]]) -> None:
         """Drop the gradients of these parameters, given as indices by unit.
@@ -299,8 +285,8 @@ class Gradients:
         """
         if self.source.groups.all.size > 1:
             here = {unit: set(unit.total.step.present) for unit in self._units if unit.total.step is not None}
-            for unit, waiting in self.source.waiting():
-                here.setdefault(unit, set()).update(waiting)
+            for unit, unreduced in self.source.unreduced():
+                here.setdefault(unit, set()).update(unreduced)
             if any(some - set(indices.get(unit, ())) for unit, some in here.items()):
                 raise InfinityError(
                     "the gradients of some parameters were dropped (param.grad = None) and those of others were not, "

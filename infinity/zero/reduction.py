@@ -64,8 +64,8 @@ class Direct:
     """One rank: each parameter's gradient goes to its unit separately. The methods are those of `Reduction`."""
 
     groups = Groups()
-    tells_late = False
-    waits = False
+    flags_late = False
+    has_unreduced = False
 
     def __init__(self, units: Sequence[Unit], parts: ModelParts) -> None:
         self._parts = parts
@@ -84,7 +84,7 @@ class Direct:
         """Yield nothing: no gradient waits for other ranks, and each addend names its parameters."""
         return iter(())
 
-    complete = rest = end_pass = told = waiting = leave
+    complete = rest = end_pass = flagged = unreduced = leave
 
     def forward_order(self) -> Sequence[int]:
         """Return nothing: no other rank has to agree."""
@@ -111,7 +111,7 @@ class Journey:
         every_pass: reduce in every backward pass, not only in the last of a step.
         collect_dtype: dtype in which they are collected.
         dtype: dtype in which they are reduced.
-        tells_early: the flags of the parameters that have a gradient are exchanged with each sum; if False, at the end
+        flags_early: the flags of the parameters that have a gradient are exchanged with each sum; if False, at the end
             of the pass.
         streams: sums leave the device while it computes, and may still be read when the next ones arrive.
     """
@@ -120,7 +120,7 @@ class Journey:
     every_pass: bool
     collect_dtype: torch.dtype
     dtype: torch.dtype
-    tells_early: bool
+    flags_early: bool
     streams: bool = False
 
 
@@ -156,6 +156,8 @@ class Reduction:
         parts: the other parts of a divided model.
 
     Attributes:
+        flags_late: whether `flagged`, at the end of the pass, names the parameters with a gradient, instead of each
+            addend.
         shares: other parts of the model hold some of the parameters, too, so `measured` must correct for them.
         groups: the ranks that share a sum, and the replicas that have the same shard.
     """
@@ -179,6 +181,7 @@ class Reduction:
             unit.total.flags, self._count = slice(self._count, stop), stop
             unit.total.early = unit.layout.trainable_numel > 0 and unit.index not in shared
         self._journey = journey
+        self.flags_late = not journey.flags_early
         self._device = device
         self._scratch = scratch_on(device, read_late=journey.streams)
         self._counters = counters
@@ -193,16 +196,11 @@ class Reduction:
         self._knows_order = False
 
     @property
-    def tells_late(self) -> bool:
-        """Whether `told`, at the end of the pass, names the parameters with a gradient, instead of each addend."""
-        return not self._journey.tells_early
-
-    @property
-    def waits(self) -> bool:
+    def has_unreduced(self) -> bool:
         """Whether any gradients are not reduced over all ranks yet."""
         return any(unit.total.collected is not None or unit.total.held is not None for unit in self._units)
 
-    def waiting(self) -> Iterator[tuple[Unit, set[int]]]:
+    def unreduced(self) -> Iterator[tuple[Unit, set[int]]]:
         """Yield the parameters with gradients that are not reduced yet, by unit."""
         for unit in self._units:
             if unit.total.unreduced:
@@ -220,7 +218,7 @@ class Reduction:
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> Addend | None:
         """Collect a parameter's gradient. Return the gradients that are to be added at once."""
         total, place = unit.total, unit.layout.params[index]
-        if self._journey.tells_early and unit in self._order.skipped:
+        if not self.flags_late and unit in self._order.skipped:
             raise InfinityError(
                 f"a gradient of `{place.name}` has come, but this rank has not run its module in "
                 "this pass, and other ranks may have updated it already: read it in the model's forward, or "
@@ -260,13 +258,13 @@ class Reduction:
 
     def _learn_order(self, order: Iterable[int]) -> None:
         """Replace every rank's order by rank 0's."""
-        told = torch.full((len(self._units),), -1, dtype=torch.int64, device="cpu")
+        known = torch.full((len(self._units),), -1, dtype=torch.int64, device="cpu")
         early = {unit.index for unit in self._order.order}
         mine = torch.tensor([index for index in order if index in early], dtype=torch.int64, device="cpu")
-        told[: len(mine)] = mine
+        known[: len(mine)] = mine
         with self.agreeing():
-            self.groups.all.broadcast(told)
-        self._order.learn(self._units[int(index)] for index in told if index >= 0)
+            self.groups.all.broadcast(known)
+        self._order.learn(self._units[int(index)] for index in known if index >= 0)
 
     def clear(self) -> None:
         """Drop the collected gradients, and the running pass."""
@@ -344,7 +342,7 @@ class Reduction:
             if not order_suits:
                 self._learn_order(unit.index for unit in self._order.left)
             if self._last:  # in earlier passes, units with partial sums send no flags
-                self._order.note_used(self._used | {unit for unit, _ in self.told()})
+                self._order.note_used(self._used | {unit for unit, _ in self.flagged()})
 
     def _left(self) -> tuple[list[Unit], bool]:
         """Return units whose gradients on some rank are not reduced yet, and whether the order has suited all ranks."""
@@ -353,25 +351,25 @@ class Reduction:
         for unit in self._units:
             if unit.total.collected is not None or (self._last and unit.total.held is not None):
                 left[unit.index] = 1
-        told = self._no_flags()[:0]
-        if self.tells_late:
+        present = self._no_flags()[:0]
+        if self.flags_late:
             for index in left.nonzero():
                 unit = self._units[int(index)]
                 self._note(unit, unit.total.unreduced)
-            told = self._present
+            present = self._present
         path = self.groups.all.path.flags()
-        flags = torch.cat([left, told, path, torch.tensor([not self._order.suits], dtype=torch.uint8, device="cpu")])
+        flags = torch.cat([left, present, path, torch.tensor([not self._order.suits], dtype=torch.uint8, device="cpu")])
         with self.agreeing():
             self.groups.all.any_of(flags).wait()
-        left, told, path_of_all, unsuited = flags.split([count, len(told), len(path), 1])
+        left, present, path_of_all, unsuited = flags.split([count, len(present), len(path), 1])
         if not torch.equal(path_of_all, path):
             raise DivergedError(
                 "the ranks have run different modules in this step, or the same in another order, so that gradients or "
                 "parameters of different units were mixed: have all ranks take one path through the model, and draw "
                 "what it depends on (layers that are left out at random) from one seed"
             )
-        if self.tells_late:
-            self._present = told
+        if self.flags_late:
+            self._present = present
         return [self._units[int(index)] for index in left.nonzero()], not bool(unsuited)
 
     def _note(self, unit: Unit, indices: set[int]) -> None:
@@ -382,9 +380,9 @@ class Reduction:
         """Whether the unit's gradients of this pass wait for the last one."""
         return not self._last and unit.total.partial is not None
 
-    def told(self) -> Iterator[tuple[Unit, list[int]]]:
+    def flagged(self) -> Iterator[tuple[Unit, list[int]]]:
         """Yield parameters with a gradient on some rank in the finished pass, by unit, unless addends named them."""
-        if not (self._reduces and self.tells_late):
+        if not (self._reduces and self.flags_late):
             return
         for unit in self._units:
             indices = [int(index) for index in self._present[unit.total.flags].nonzero()]
@@ -419,15 +417,15 @@ class Reduction:
             own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, layout.name)
         # The flags are sent after the sums, because the sums detect a rank that is at another unit.
-        present, flags = (None, ()) if stays else self._tell(unit, indices)
+        present, flags = (None, ()) if stays else self._send_flags(unit, indices)
         if own is None:
             self._averaging = _Reduction(unit, None, whole, present, (*flags, sums))
         else:
             self._scattering = _Reduction(unit, whole, own, present, (*flags, sums), partial, stays)
 
-    def _tell(self, unit: Unit, indices: set[int]) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
+    def _send_flags(self, unit: Unit, indices: set[int]) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
         """Return which parameters have a gradient on this rank and, after the pending exchange, on some rank."""
-        if self.tells_late:
+        if self.flags_late:
             self._note(unit, indices)
             return None, ()
         present = torch.zeros(2, len(unit.layout.params), dtype=torch.uint8, device="cpu")

@@ -679,7 +679,8 @@ class Step(Listener):
     def _add(self, addends: Iterator[Addend]) -> None:
         """Add gradients in the order of their arrival. Updates begin after the same collectives on all ranks."""
         for addend in addends:
-            if self.updates.add(addend):
+            self.updates.add(addend)
+            if self.gradients.all_come(addend.unit):
                 self._complete(addend.unit)
 
     def in_parts(self, unit: Unit, index: int, *, again: bool) -> None:
@@ -699,8 +700,10 @@ class Step(Listener):
                 raise InfinityError(USE_TRAIN_BATCH)
             self.losses.share_out(param.grad, opened.number)
         addend = self.gradients.take(unit, index, param)
-        if addend is not None and self.updates.add(addend):
-            self._complete(unit)
+        if addend is not None:
+            self.updates.add(addend)
+            if self.gradients.all_come(unit):
+                self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:
         """Called when all gradients of the unit in this backward pass have arrived."""

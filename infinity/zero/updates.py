@@ -92,7 +92,6 @@ class Updates:
         self._votes: dict[Unit, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
         self._update_order: list[int] = []  # units in the order of their updates, probably that of the next step, too
         self._early = True
-        self._has_come = False  # a gradient, in the running backward pass
         self._foresight = Foresight()
         self.under_way = False  # the step's updates have begun and have not ended
         self.steps: dict[str, int] = {}  # number of updates of each parameter, by name
@@ -106,7 +105,6 @@ class Updates:
             early: each gradient is final on arrival, because the step has one pass.
         """
         self._early = early
-        self._has_come = False
         for unit in self._executor.units:
             unit.running = UnitPass(unit in in_parts)
         self._due.clear()
@@ -125,8 +123,8 @@ class Updates:
             unit.running.in_parts = False
         if self._gradients.last_pass and self._schedule is UpdateSchedule.BACKWARD:
             self._losses.check_late()
-            # `torch.autograd.grad` with respect to inputs is such a pass too, and the step's last one may follow
-            if self._has_come or not self._gradients.alone:
+            # A pass without gradients (`torch.autograd.grad` with respect to inputs) is not the step's last one.
+            if not self._gradients.alone or any(unit.running.arrived for unit in self._executor.units):
                 self._all_final()
 
     def in_parts(self, unit: Unit) -> None:
@@ -216,7 +214,7 @@ class Updates:
                 break
             del self._due[unit]
             self._losses.check_late()
-            self._votes[unit] = self._gradients.ask_others(unit)
+            self._votes[unit] = self._gradients.start_vote(unit)
             updated |= self._update_voted(0 if self._gradients.alone else _OPEN_VOTES)
             self._executor.poll()  # upload updates that ended while this thread waited
         return self._update_voted(leave) or updated
@@ -243,26 +241,20 @@ class Updates:
         self._sums_sq += [each.sum_sq for each in self._gradients.stats(unit)]
         self._update(unit, self._segments(unit, 1.0))
 
-    def add(self, addend: Addend) -> bool:
+    def add(self, addend: Addend) -> None:
         """Add these gradients to their unit's. Block until they have room.
-
-        Returns:
-            Whether all gradients of the unit have come in this backward pass.
 
         Raises:
             CapacityError: the budget cannot give the room.
         """
-        self._has_come = True
         self._executor.gradient_comes(addend.unit)
-        due = self._gradients.sum_there(addend)
-        if due is None:
-            return self._gradients.all_come(addend.unit)
-        complete = self._gradients.try_add(due)
-        return self._add_in_host_memory(due) if complete is None else complete
+        due = self._gradients.sum_on_device(addend) if self._gradients.sums_on_device else addend
+        if due is not None and not self._gradients.try_add(due):
+            self._add_with_room(due)
 
-    def _add_in_host_memory(self, addend: Addend) -> bool:
-        """As `add`, for gradients that are kept in host memory."""
-        while (complete := self._gradients.try_add(addend)) is None:
+    def _add_with_room(self, addend: Addend) -> None:
+        """Add gradients that the device does not sum. Make room for them if there is none."""
+        while not self._gradients.try_add(addend):
             if not self._make_room(addend.unit):
                 raise CapacityError(
                     f"no host memory is left for the gradients of unit `{addend.unit.name}`, because those of other "
@@ -270,7 +262,6 @@ class Updates:
                     "may read these parameters again. Set tiering.update_schedule to deferred, which has room for all "
                     "gradients, or checkpoint with use_reentrant=False"
                 )
-        return complete
 
     def _make_room(self, unit: Unit) -> bool:
         """Free memory for the unit's gradients. Return False if there is none to free.
@@ -313,8 +304,17 @@ class Updates:
         self._executor.gradients_rest(unit)
 
     def held_values(self, unit: Unit) -> torch.Tensor:
-        """See `Gradients.held_values`."""
-        return self._gradients.held_values(unit, self._executor.free_gradients)
+        """Return the unit's gradients, to read or to change (`remeasure` follows).
+
+        Raises:
+            InfinityError: they are not reduced over the ranks yet, or have no room.
+        """
+        while (values := self._gradients.open(unit)) is None:
+            if not self._executor.free_gradients(unit):
+                raise InfinityError(
+                    "there is no memory to read gradients into: raise tiering.host_memory (or device_memory)"
+                )
+        return values
 
     def remeasure(self, unit: Unit) -> None:
         """Measure gradients again that were changed from outside."""
@@ -332,7 +332,7 @@ class Updates:
     def _finish_step(self) -> StepOutcome:
         self._pipeline.prefer(begun=False)
         for addend in self._gradients.finish():
-            self._add_in_host_memory(addend)
+            self._add_with_room(addend)
         if self._schedule is UpdateSchedule.BACKWARD:
             self._all_final()
             norm, self._sums_sq = self._gradients.norm_of(self._sums_sq), []

@@ -128,7 +128,7 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
     meter = Meter()
     monkeypatch.setattr(scratch, "stable_memory", meter.make)
     units = [unit(index, numel) for index, numel in enumerate(NUMELS)]
-    journey = Journey(sharding, every_pass, collect, travel, tells_early=every_pass)
+    journey = Journey(sharding, every_pass, collect, travel, flags_early=every_pass)
     source = Reduction(units, groups(sharding, replicas), journey, {SHARED}, torch.device("cpu"), Counters())
     grads = SimpleNamespace(reduces=True, collects_all=not every_pass, stream=False)
     rules = cast(Rules, SimpleNamespace(sharding=sharding, replicas=replicas, grads=grads))
@@ -142,14 +142,14 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
                 assert addend.values.numel() == NUMELS[addend.unit.index] // sharding.count
                 sums[addend.unit.index] = sums.get(addend.unit.index, 0) + float(addend.values[0])
     assert sums == dict.fromkeys(range(len(units)), 2 * sharding.count * replicas * 3.0)
-    assert not source.waits
+    assert not source.has_unreduced
     assert 0.6 * most_bytes <= meter.peak_bytes <= most_bytes
 
 
 def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills() -> None:
     units = [unit(0, 64), unit(1, 64)]
     journey = Journey(
-        Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, tells_early=True
+        Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, flags_early=True
     )
     source = Reduction(units, groups(Sharding(0, 2), 1), journey, (), torch.device("cpu"), Counters())
     source.begin_pass(last=True, uses=[1, 0])
@@ -171,7 +171,7 @@ def test_a_frozen_unit_has_no_part_in_the_order() -> None:
     """Else the ranks would exchange an order after every pass."""
     units = [unit(0, 64), unit(1, 64, trained=False)]
     journey = Journey(
-        Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, tells_early=True
+        Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, flags_early=True
     )
     source = Reduction(units, groups(Sharding(0, 2), 1), journey, (), torch.device("cpu"), Counters())
     source.begin_pass(last=True, uses=[0, 1])

@@ -88,7 +88,7 @@ def test_the_host_waits_for_units_and_not_for_every_gradient(monkeypatch) -> Non
 
 def test_a_unit_is_updated_before_the_next_ones_gradients_are_waited_for(monkeypatch) -> None:
     told: list[tuple[str, int]] = []
-    ask, update = Gradients.ask_others, Updates._update_final
+    ask, update = Gradients.start_vote, Updates._update_final
 
     def asked(gradients: Gradients, unit: int) -> Vote:
         told.append(("asked", unit))
@@ -98,7 +98,7 @@ def test_a_unit_is_updated_before_the_next_ones_gradients_are_waited_for(monkeyp
         told.append(("updated", unit))
         update(updates, unit, finite=finite)
 
-    monkeypatch.setattr(Gradients, "ask_others", asked)
+    monkeypatch.setattr(Gradients, "start_vote", asked)
     monkeypatch.setattr(Updates, "_update_final", updated)
     placement = Placement("cpu", "cpu", schedule="backward")
     with (
