@@ -356,7 +356,7 @@ def train(
 def on_device(engine: infinity.Engine) -> float:
     """The share of the optimizer states that is on the device."""
     units, states = engine._runtime.partition.units, engine._runtime.states
-    there = sum(unit.trainable_numel for unit in units if states.units[unit.index].are_there)
+    there = sum(unit.trainable_numel for unit in units if states.units[unit.index].are_on_device)
     return there / sum(unit.trainable_numel for unit in units)
 
 

@@ -82,7 +82,7 @@ class Session:
         with ExitStack() as undo, runtime.counters.aside("save_checkpoint"):
             undo.callback(saving.close)
             saving.begin(extra, codes_of(self._model) if options.frozen else {})
-            if blocking or runtime.states.some_are_there:  # which no worker updates
+            if blocking or runtime.states.some_are_on_device:  # which no worker updates
                 return saving.finish(lambda: write_shards(saving.shards, runtime, frozen=options.frozen))
             self._background = BackgroundSave(saving, runtime, step, frozen=options.frozen, over=self._saving_is_over)
             undo.pop_all()

@@ -142,8 +142,8 @@ def _print_sizes(plan: TrainingPlan) -> None:
         trained = sum(1 for unit in plan.sizing.partition.units if unit.trainable_numel)
         names = ", ".join(there[:_NAMED]) + (f" and {len(there) - _NAMED} more" if len(there) > _NAMED else "")
         print(
-            f"on the device   {format_size(plan.sizing.shards.states_there_bytes)} of states, of {len(there)} units of "
-            f"{trained}, which are updated there: {names}"
+            f"on the device   {format_size(plan.sizing.shards.device_states_bytes)} of states, of {len(there)} units "
+            f"of {trained}, which are updated there: {names}"
         )
     print(
         f"disk, per step  {format_size(plan.read_bytes)} read ({plan.read_bytes / plan.params:.2f} B/parameter), "

@@ -248,7 +248,7 @@ class UpdatePipeline:
         for write in writes:
             write.result()
 
-    def move_states(self, unit: int, *, there: bool) -> None:
+    def move_states(self, unit: int, *, to_device: bool) -> None:
         """Make the device, or the host and NVMe, the home of the unit's states, while no update is queued.
 
         Raises:
@@ -257,10 +257,10 @@ class UpdatePipeline:
         """
         self._park()
         each = self._states.units[unit]
-        if there:
-            self._states.make_room_there(each)
+        if to_device:
+            self._states.make_device_room(each)
             for tile in each.tiles:
-                self._ring.move_there(tile)
+                self._ring.move_to_device(tile)
         else:
             for write in [self._ring.move_back(tile) for tile in each.tiles]:
                 if write is not None:

@@ -171,7 +171,7 @@ class Rollback:
             self._ring.roll_back(tile)
         elif tile in ticket.kept:
             tile.lease, image.fields = image.fields, tile.lease
-            tile.take_back(_HOST)
+            tile.roll_back(_HOST)
 
     def recover(
         self, ticket: UpdateTicket, tiles: Sequence[Tile], grad: torch.Tensor | None, param: torch.Tensor | None

@@ -13,7 +13,7 @@ from infinity.planner.traffic import traffic_of
 from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Work
 from infinity.schedule.on_device import why_not_filled
-from infinity.schedule.placement import Placement, that_fit
+from infinity.schedule.placement import Placement, units_that_fit
 from infinity.tiers import Memory
 from infinity.zero.partition import PERSISTENT
 from infinity.zero.sizing import is_exact
@@ -65,14 +65,14 @@ def filled_later(plan: TrainingPlan, config: Config, work: Work | None) -> list[
     spare_bytes = int((plan.machine.device_bytes or 0) * free_share) - used_bytes - computing_bytes(plan, work)
     if tiering.device_memory_bytes is not None:
         spare_bytes = min(spare_bytes, tiering.device_memory_bytes - used_bytes)
-    return that_fit(plan.sizing.rules, plan.sizing.shards, plan.sizing.may_come, spare_bytes)
+    return units_that_fit(plan.sizing.rules, plan.sizing.shards, plan.sizing.may_come, spare_bytes)
 
 
 def once_filled(plan: TrainingPlan, config: Config, later: Collection[int]) -> TrainingPlan:
     """Return the plan after these units' states have moved to the device. The division of host memory stays."""
     if not later:
         return plan
-    sizing = replace(plan.sizing, there=plan.sizing.there.union(later))
+    sizing = replace(plan.sizing, on_device=plan.sizing.on_device.union(later))
     placement = _moved(plan, later)
     micro = config.gradient_accumulation_steps
     traffic = traffic_of(sizing, placement, plan.steps, micro, plan.sums_bytes)
@@ -101,11 +101,11 @@ def states_on_device(plan: TrainingPlan, config: Config, work: Work | None) -> s
     if not machine.discrete:
         return ""
     later = filled_later(plan, config, work)
-    share = _share(plan, sizing.there.union(later))
+    share = _share(plan, sizing.on_device.union(later))
     if later:
-        first = f" ({_share(plan, sizing.there):.0%} from the start)" if sizing.there else ""
+        first = f" ({_share(plan, sizing.on_device):.0%} from the start)" if sizing.on_device else ""
         return f"{share:.0%} stay on the device{first}: beside measured activations, after the first step"
-    if sizing.there:
+    if sizing.on_device:
         return f"{share:.0%} stay on the device: {_asked(config)}"
     return f"none stay on the device: {_why_not(plan, config)}"
 

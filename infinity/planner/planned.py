@@ -126,8 +126,8 @@ def planned_of(plan: TrainingPlan, config: Configuration, later: Collection[int]
 
 def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
     sizing, spec, home = plan.sizing, plan.sizing.specs[unit], plan.placement.params[unit]
-    there, trained, moves = unit in sizing.there, bool(homes), spec.offloaded
-    if moves and there is not spec.beside:
+    there, trained, moves = unit in sizing.on_device, bool(homes), spec.offloaded
+    if moves and there is not spec.has_device_shard:
         raise ConfigError(
             f"unit `{spec.name}` cannot be simulated: its parameters come and go, and are "
             f"{'not ' if there else ''}on the device beside what is computed on, while its states are "
@@ -205,9 +205,9 @@ def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: in
         yield "sizes of saved activations are drawn, relative to the memory for them"
     if sizing.layer_major:
         yield "layer-major accumulation: each module that uses a unit is simulated as a block"
-    if micro > 1 and (rules.grads.sums_there or rules.grads.sums_once):
+    if micro > 1 and (rules.grads.sums_on_device or rules.grads.sums_once):
         yield "sums of gradients on the device: the gradients of each micro-batch are simulated to leave it"
-    if sizing.there:
+    if sizing.on_device:
         yield "memory for gradients on the device is taken to be enough"
     if around:
         yield f"modules around others ({', '.join(around)}) are simulated as used before these, and not meanwhile"

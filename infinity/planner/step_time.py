@@ -140,7 +140,7 @@ def _unknown(plan: TrainingPlan, rates: Rates) -> tuple[str, ...]:
     traffic = plan.traffic
     needed = {
         "compute": not rates.products,
-        "optimizer": rates.optimizer_params_per_s is None and sum(plan.sizing.shards.below) > 0,
+        "optimizer": rates.optimizer_params_per_s is None and sum(plan.sizing.shards.off_device) > 0,
         "disk": rates.disk is None and plan.read_bytes + plan.write_bytes > 0,
         "link": rates.link is None and plan.machine.discrete,
         "collectives": (rates.gather_bytes_per_s is None or rates.reduce_bytes_per_s is None)

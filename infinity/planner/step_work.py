@@ -252,11 +252,11 @@ class _Seconds:
         moves, shard = spec.offloaded, spec.shard_nbytes
         others = (spec.sharding.count - 1) / spec.sharding.count
         trained = sizing.partition.units[unit].trainable_numel
-        stays = not plan.machine.discrete or unit in self._fetched or unit in sizing.there
+        stays = not plan.machine.discrete or unit in self._fetched or unit in sizing.on_device
         return UnitWork(
             nbytes=spec.nbytes if moves else 0,
             read_s=self._read(shard) if moves and plan.placement.params[unit] in _DRIVES else 0.0,
-            up_s=_over(shard, self._up) if moves and not spec.beside and plan.machine.discrete else 0.0,
+            up_s=_over(shard, self._up) if moves and not spec.has_device_shard and plan.machine.discrete else 0.0,
             gather_s=_over(spec.nbytes * others, rates.gather_bytes_per_s) if moves else 0.0,
             grad_bytes=0 if spills else grads,
             own_grads=unit in self._own_grads,

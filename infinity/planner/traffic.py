@@ -66,7 +66,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     passes = 1 if sizing.layer_major else micro_batches
     stored = [home is Memory.NVME for home in placement.params]
     coming = fetched(steps)
-    over_link = [] if rules.one_memory else [unit for unit in coming if not specs[unit].beside]
+    over_link = [] if rules.one_memory else [unit for unit in coming if not specs[unit].has_device_shard]
     whole_bytes = passes * sum(specs[unit].nbytes for unit in _unsharded(steps))
     spills = placement.grad_homes
     sizes = [sizing.shards.grad_sizes[unit] for unit in spills.spilled]
@@ -78,7 +78,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     numels = [unit.trainable_numel * (1 if unit.index in at_once else reduces) for unit in sizing.partition.units]
     leaving = 0 if rules.one_memory else sum(sizing.shards.grad_sizes)
     once = min(leaving, sums_bytes)
-    moving = sizing.there.union(coming)
+    moving = sizing.on_device.union(coming)
     staying = sum(spec.shard_nbytes for unit, spec in enumerate(specs) if unit not in moving)
     kept_whole = sum(spec.nbytes for spec in specs if not spec.offloaded)
     return Traffic(

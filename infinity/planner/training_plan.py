@@ -106,7 +106,7 @@ class TrainingPlan:
 
     @property
     def updated_on_device(self) -> list[str]:
-        return [unit.name for index, unit in enumerate(self.units) if index in self.sizing.there]
+        return [unit.name for index, unit in enumerate(self.units) if index in self.sizing.on_device]
 
     @property
     def read_bytes(self) -> int:
@@ -129,7 +129,7 @@ class TrainingPlan:
             "host_bytes": self.host_bytes,
             "host_used_bytes": self.host_used_bytes,
             "device_used_bytes": self.device_used_bytes,
-            "states_on_device_bytes": self.sizing.shards.states_there_bytes,
+            "states_on_device_bytes": self.sizing.shards.device_states_bytes,
             "updated_on_device": self.updated_on_device,
             "split": asdict(self.split),
             "nvme_bytes": self.nvme_bytes,

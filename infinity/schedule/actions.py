@@ -78,7 +78,7 @@ class GradientsNeedRoom(_UnitEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class GradientsRest(Event):
+class GradientsPause(Event):
     """The gradients of a unit that may spill will not change for a while."""
 
 

@@ -23,7 +23,7 @@ _WORTH_NUMEL = 1 << 24  # the host's cores update this many elements in 2 to 5 m
 _log = logging.getLogger(__name__)
 
 
-def share_there(config: Config, *, discrete: bool, exact: bool) -> float:
+def share_on_device(config: Config, *, discrete: bool, exact: bool) -> float:
     """Return the share of optimizer states that `offload_optimizer.ratio` leaves on the device.
 
     Args:
@@ -37,14 +37,14 @@ def share_there(config: Config, *, discrete: bool, exact: bool) -> float:
     if ratio is None or ratio == 1.0:
         return 0.0
     key = f"zero_optimization.offload_optimizer.ratio is {ratio:g}"
-    return 1.0 - ratio if _can_be_there(key, "ratio", config, discrete=discrete, exact=exact) else 0.0
+    return 1.0 - ratio if _can_be_on_device(key, "ratio", config, discrete=discrete, exact=exact) else 0.0
 
 
 def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool:
     """Whether optimizer states may move to the device after the first step, see `tiering.fill_device`.
 
     Args:
-        ranks: number of ranks that train the model together; for the other arguments see `share_there`.
+        ranks: number of ranks that train the model together; for the other arguments see `share_on_device`.
 
     Raises:
         ConfigError: `fill_device` is true, but states cannot move to the device.
@@ -54,7 +54,7 @@ def may_fill(config: Config, ranks: int, *, discrete: bool, exact: bool) -> bool
     key = "tiering.fill_device is true"
     if not config.tiering.fill_device:
         return False
-    if not _can_be_there(key, "fill_device", config, discrete=discrete, exact=exact):
+    if not _can_be_on_device(key, "fill_device", config, discrete=discrete, exact=exact):
         return False
     if config.zero.stage == 3 and ranks > 1:
         raise ConfigError(
@@ -111,7 +111,7 @@ def first_to_stay(first: Sequence[int], numels: Sequence[int], bytes_per_param: 
     return frozenset(unit for unit in first if numels[unit]) if fit else frozenset()
 
 
-def _can_be_there(key: str, name: str, config: Config, *, discrete: bool, exact: bool) -> bool:
+def _can_be_on_device(key: str, name: str, config: Config, *, discrete: bool, exact: bool) -> bool:
     """Whether a device can update the states, as a key requests.
 
     Args:

@@ -32,7 +32,7 @@ from infinity.config import Config, NvmeConfig
 from infinity.errors import ConfigError
 from infinity.kernels import scratch_bytes
 from infinity.schedule.budget import MemoryNeeds, MemorySplit, gather_more, raise_memory
-from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill, promotion_order, share_there
+from infinity.schedule.on_device import as_far_as_fits, first_to_stay, may_fill, promotion_order, share_on_device
 from infinity.tiers import ARRIVING_UNITS, FlatSpec, GradHomes, Memory, Sharding
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
@@ -54,14 +54,14 @@ class ParamRules:
 
     Attributes:
         home: home of the parameters that can be evicted; DEVICE if none can.
-        home_there: home of the parameters whose states are on the device.
+        home_on_device: home of the parameters whose states are on the device.
         gathers: whether units are gathered from the shards of several ranks.
         ahead_numel: elements of units that are gathered early, beyond the next one.
         pass_host: whether to read parameters from the drives directly into device memory, if possible.
     """
 
     home: Memory
-    home_there: Memory
+    home_on_device: Memory
     gathers: bool
     ahead_numel: int
     pass_host: bool
@@ -81,8 +81,8 @@ class GradRules:
             speculative updates, because they can be reconstructed.
         stream: whether a unit's gradients leave the device during the computation, unless they are added to other
             gradients on the host.
-        sums_there: whether gradients of several micro-batches are summed on the device, as far as it has memory, and
-            downloaded once.
+        sums_on_device: whether gradients of several micro-batches are summed on the device, as far as it has memory,
+            and downloaded once.
         sums_once: whether each rank keeps the sum of its group's gradients over a step, as far as there is memory, so
             that replicas exchange it once a step.
     """
@@ -94,7 +94,7 @@ class GradRules:
     spills: bool
     recovers: bool
     stream: bool
-    sums_there: bool
+    sums_on_device: bool
     sums_once: bool
 
     def parts(self, params: int) -> int:
@@ -111,14 +111,14 @@ class StateRules:
 
     Attributes:
         home: DEVICE if states and gradients never leave the device.
-        share_there: share of the states that is on the device, in whole units. The other states are in `home`.
+        share_on_device: share of the states that is on the device, in whole units. The other states are in `home`.
         fills: whether spare device memory is filled with states of further units after the first step.
         keeps_steps: whether each finished step stays on NVMe. Fields in host memory then also have a place on NVMe.
         least_tile_bytes: minimum size of a tile, because smaller ones are not worth a kernel launch on a device.
     """
 
     home: Memory
-    share_there: float
+    share_on_device: float
     fills: bool
     keeps_steps: bool
     least_tile_bytes: int
@@ -167,14 +167,14 @@ class Rules:
         on_drives = self.states.home is Memory.NVME and (params or self.params.home is Memory.NVME)
         return replace(self, grads=replace(self.grads, recovers=self.grads.spills and on_drives))
 
-    def param_home(self, *, stays: bool, updated_there: bool) -> Memory:
+    def param_home(self, *, stays: bool, updated_on_device: bool) -> Memory:
         """Return the home of a unit's parameters. If it is NVMe, the budget may still move the parameters to the host.
 
         Args:
             stays: whether the parameters never leave the device.
-            updated_there: whether the unit's states are on the device.
+            updated_on_device: whether the unit's states are on the device.
         """
-        return Memory.DEVICE if stays else self.params.home_there if updated_there else self.params.home
+        return Memory.DEVICE if stays else self.params.home_on_device if updated_on_device else self.params.home
 
     def stored_param_bytes(self, specs: Sequence[FlatSpec]) -> int:
         """Return the most bytes that this rank's parameters take on NVMe, without parameters in the user's files."""
@@ -187,9 +187,9 @@ class Rules:
         """Return units whose parameters stay on the device so that their states can move to it; see `first_to_stay`."""
         return first_to_stay(first, numels, bytes_per_param, free_bytes) if self.states.fills else frozenset()
 
-    def measured_there(self, parts: int) -> int:
+    def measured_on_device(self, parts: int) -> int:
         """Return for how many of `parts` parts of units the device measures the gradient norm: all or none."""
-        return parts if self.grads.stream or self.states.share_there else 0
+        return parts if self.grads.stream or self.states.share_on_device else 0
 
     def in_place_problem(self) -> str:
         """Return why frozen weights cannot be used in the user's files; empty if they can."""
@@ -238,20 +238,20 @@ def rules_of(
     every_pass = stage >= 2 and not layer_major
     on_drives = "nvme" in (params, states)
     activations_move = config.tiering.activations == "nvme" or (config.tiering.activations == "cpu" and discrete)
-    there = Memory.SHARD if stage == 3 and sharding.count > 1 else Memory.DEVICE
-    may_be_there = states == "none" and discrete and exact
+    home_on_device = Memory.SHARD if stage == 3 and sharding.count > 1 else Memory.DEVICE
+    may_be_on_device = states == "none" and discrete and exact
     if params == "nvme":
         home = Memory.NVME
-    elif apart and (params == "cpu" or (there is Memory.SHARD and not may_be_there)):
+    elif apart and (params == "cpu" or (home_on_device is Memory.SHARD and not may_be_on_device)):
         home = Memory.HOST
     else:
-        home = there
+        home = home_on_device
     states_home = {"nvme": Memory.NVME, "cpu": Memory.HOST, "none": Memory.HOST}[states]
-    share = share_there(config, discrete=discrete, exact=exact)
-    if may_be_there and home is there:
+    share = share_on_device(config, discrete=discrete, exact=exact)
+    if may_be_on_device and home is home_on_device:
         states_home, share = Memory.DEVICE, 1.0
     fills = states_home is not Memory.DEVICE and may_fill(config, ranks, discrete=discrete, exact=exact)
-    asked_there = share > 0 or (fills and config.tiering.fill_device is True)
+    asked_on_device = share > 0 or (fills and config.tiering.fill_device is True)
     streams = discrete and states_home is not Memory.DEVICE
     pass_host = config.aio.use_gds and discrete and home is Memory.NVME
     if config.tiering.crash_consistent and (share > 0 or fills):
@@ -268,7 +268,7 @@ def rules_of(
     return Rules(
         params=ParamRules(
             home=home,
-            home_there=there,
+            home_on_device=home_on_device,
             gathers=sharding.count > 1,
             ahead_numel=_ahead_numel(config, discrete=discrete) if sharding.count > 1 else 0,
             pass_host=pass_host,
@@ -281,16 +281,16 @@ def rules_of(
             spills=on_drives and (summed or not updates_in_backward),
             recovers=False,
             stream=streams,
-            sums_there=streams and summed and (ranks == 1 or every_pass),
+            sums_on_device=streams and summed and (ranks == 1 or every_pass),
             sums_once=every_pass and summed and 1 < sharing < ranks,
         ),
         states=StateRules(
             home=states_home,
-            share_there=share,
+            share_on_device=share,
             fills=fills,
             keeps_steps=config.tiering.crash_consistent,
             # tiles on NVMe keep the size that is best for a drive
-            least_tile_bytes=_DEVICE_TILE_BYTES if asked_there and states_home is not Memory.NVME else 0,
+            least_tile_bytes=_DEVICE_TILE_BYTES if asked_on_device and states_home is not Memory.NVME else 0,
         ),
         sharding=sharding,
         replicas=ranks // sharing,
@@ -359,7 +359,7 @@ class Shards:
         numels: elements of each unit in this rank's optimizer.
         tile_numel, tile_bytes: elements of a full tile of optimizer states; function from elements to a tile's bytes.
         standing: units whose gradients stay incomplete while gradients of other units are completed and used.
-        there: units whose states and gradients are on the device. The others are *below* the device.
+        on_device: units whose states and gradients are on the device. The others are *off* it.
         blocks: the block that contains each unit; by default, each unit is a block.
     """
 
@@ -368,31 +368,31 @@ class Shards:
     tile_bytes: Callable[[int], int]
     grad_dtype: torch.dtype
     standing: Collection[int]
-    there: frozenset[int] = frozenset()
+    on_device: frozenset[int] = frozenset()
     blocks: Sequence[str] = ()
 
     @cached_property
-    def below(self) -> list[int]:
+    def off_device(self) -> list[int]:
         """Like `numels`, but 0 for units whose states are on the device."""
-        return [0 if unit in self.there else numel for unit, numel in enumerate(self.numels)]
+        return [0 if unit in self.on_device else numel for unit, numel in enumerate(self.numels)]
 
     @cached_property
     def tile_sizes(self) -> list[int]:
-        """Bytes of every tile below the device."""
-        return self._tile_sizes(self.below)
+        """Bytes of every tile that is off the device."""
+        return self._tile_sizes(self.off_device)
 
     def tile_sizes_of(self, unit: int) -> list[int]:
-        """Return the bytes of the unit's tiles below the device."""
-        return self._tile_sizes([self.below[unit]])
+        """Return the bytes of the unit's tiles that are off the device."""
+        return self._tile_sizes([self.off_device[unit]])
 
     @cached_property
     def grad_sizes(self) -> list[int]:
-        """Bytes of each unit's gradients below the device."""
-        return [numel * self.grad_dtype.itemsize for numel in self.below]
+        """Bytes of each unit's gradients that are off the device."""
+        return [numel * self.grad_dtype.itemsize for numel in self.off_device]
 
     @cached_property
-    def states_there_bytes(self) -> int:
-        return self.states_bytes(self.there)
+    def device_states_bytes(self) -> int:
+        return self.states_bytes(self.on_device)
 
     def states_bytes(self, units: Collection[int]) -> int:
         return sum(self._tile_sizes([self.numels[unit] for unit in units]))
@@ -408,7 +408,7 @@ def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Col
     """
     if not rules.states.fills:
         return []
-    staying = [0 if spec.offloaded else numel for spec, numel in zip(specs, shards.below, strict=True)]
+    staying = [0 if spec.offloaded else numel for spec, numel in zip(specs, shards.off_device, strict=True)]
     return promotion_order(staying, first)
 
 
@@ -442,19 +442,19 @@ class ParamBytes:
 def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     moving = sorted((spec for spec in specs if spec.offloaded), key=lambda spec: spec.nbytes, reverse=True)
     staying = sum(spec.nbytes for spec in specs if not spec.offloaded)
-    beside = sum(spec.shard_nbytes for spec in specs if spec.beside)
+    shards = sum(spec.shard_nbytes for spec in specs if spec.has_device_shard)
     # These units are in memory twice, as a shard and unsharded. After the three largest, count only early gathers.
-    twice = [spec.nbytes for spec in moving if spec.beside or (rules.one_memory and rules.params.gathers)]
+    twice = [spec.nbytes for spec in moving if spec.has_device_shard or (rules.one_memory and rules.params.gathers)]
     most = sum(spec.nbytes for spec in moving) - sum(twice[3:])
     most += min(sum(twice[3:]), rules.params.ahead_numel * specs[0].dtype.itemsize)
     together = _together_bytes(moving)
-    computed = Share(staying + beside, together, max(together, most))
+    computed = Share(staying + shards, together, max(together, most))
     if rules.site is Memory.DEVICE:
         return ParamBytes(computed, Share(), 0)
     # Units that are updated on the device pass through host memory when they are created or read.
     units = 1 if rules.states.home is Memory.DEVICE else _STAGING_UNITS
     staging = units * max(spec.shard_nbytes for spec in specs)
-    homes = sum(spec.shard_nbytes for spec in moving if not spec.beside)
+    homes = sum(spec.shard_nbytes for spec in moving if not spec.has_device_shard)
     # If parameters stay on a device, each update needs a copy of its unit in host memory. With memory for all copies,
     # no update waits for the upload of another one.
     need_images = units > 1 and not (moving or rules.one_memory)
@@ -548,14 +548,14 @@ def _by_block(sizes: Sequence[int], blocks: Sequence[str]) -> list[int]:
     return list(found.values())
 
 
-def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: bool = False) -> GradShare:
+def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, on_device: bool = False) -> GradShare:
     """Return the bytes of gradients in the memory that holds them.
 
     The units of a block count as one: the gradients of any of them may be incomplete until backward leaves the block.
 
     Args:
         sizes: bytes of each unit's gradients.
-        there: whether the memory is the device's. Its gradients do not spill, and no update waits for the drive.
+        on_device: whether the memory is the device's. Its gradients do not spill, and no update waits for the drive.
     """
     total = sum(sizes)
     largest_first = sorted(_by_block(sizes, shards.blocks), reverse=True)
@@ -564,13 +564,13 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, there: boo
     def in_flight_bytes(units: int) -> int:
         return min(total, sum(largest_first[:units]) + open_bytes)
 
-    if rules.grads.holds_all and (there or not rules.grads.recovers):
-        least = in_flight_bytes(1) if rules.grads.spills and not there else total
+    if rules.grads.holds_all and (on_device or not rules.grads.recovers):
+        least = in_flight_bytes(1) if rules.grads.spills and not on_device else total
         return GradShare(least, least, total)
     left = 0
-    if not there and rules.states.home is Memory.NVME:
+    if not on_device and rules.states.home is Memory.NVME:
         left = total // _GRADS_LEFT_SHARE
-    elif not there and rules.grads.stream:  # a device computes faster than host memory serves the optimizer
+    elif not on_device and rules.grads.stream:  # a device computes faster than host memory serves the optimizer
         left = total
     return GradShare(in_flight_bytes(1), in_flight_bytes(2), min(total, in_flight_bytes(_GRADS_IN_FLIGHT) + left))
 
@@ -591,21 +591,21 @@ class DeviceShare(NamedTuple):
 
 
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
-    grads = grads_there(rules, shards)
-    return DeviceShare(shards.states_there_bytes, grads.flowing, grads.most, sum(_sum_sizes(rules, shards)))
+    grads = device_grads(rules, shards)
+    return DeviceShare(shards.device_states_bytes, grads.flowing, grads.most, sum(_sum_sizes(rules, shards)))
 
 
 def _sum_sizes(rules: Rules, shards: Shards) -> Sequence[int]:
     """Return the bytes of each unit's sum over a step's micro-batches."""
     if rules.grads.sums_once:
         return [numel * shards.grad_dtype.itemsize for numel in shards.numels]
-    return shards.grad_sizes if rules.grads.sums_there else ()
+    return shards.grad_sizes if rules.grads.sums_on_device else ()
 
 
-def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: int) -> list[int]:
+def units_that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: int) -> list[int]:
     """Return the units whose states fit into `spare_bytes` of device memory, taken in this order.
 
-    The memory must also hold the gradients of these units that are there at once, and the scratch of an update.
+    The memory must also hold the gradients of these units that exist at once, and the scratch of an update.
     """
     states = [shards.states_bytes([unit]) for unit in range(len(shards.numels))]
     scratch = scratch_bytes(max((shards.numels[unit] for unit in order), default=0))
@@ -613,7 +613,7 @@ def that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_bytes: in
         grads = [numel * shards.grad_dtype.itemsize for numel in shards.numels]
         sizes, passing = [sum(pair) for pair in zip(states, grads, strict=True)], scratch
     else:
-        sizes, passing = states, scratch + grads_there(rules, shards, order).flowing
+        sizes, passing = states, scratch + device_grads(rules, shards, order).flowing
     taken = as_far_as_fits(order, sizes, spare_bytes - passing)
     return [unit for unit in order if unit in taken]
 
@@ -628,11 +628,11 @@ def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, 
     return taken
 
 
-def grads_there(rules: Rules, shards: Shards, came: Collection[int] = ()) -> GradShare:
+def device_grads(rules: Rules, shards: Shards, came: Collection[int] = ()) -> GradShare:
     """Return the bytes of gradients on the device, if the states of the units in `came` are also on it."""
-    there = shards.there.union(came)
-    sizes = [numel * shards.grad_dtype.itemsize if unit in there else 0 for unit, numel in enumerate(shards.numels)]
-    return grad_share(rules, shards, sizes, there=True)
+    on_device = shards.on_device.union(came)
+    sizes = [numel * shards.grad_dtype.itemsize if unit in on_device else 0 for unit, numel in enumerate(shards.numels)]
+    return grad_share(rules, shards, sizes, on_device=True)
 
 
 def host_needs(
@@ -662,7 +662,7 @@ def host_needs(
     states_bytes = sum(shards.tile_sizes)
     beside = sum(shards.grad_sizes) if rules.stay_by_units else 0
     # Reads of states on the device pass through one slot.
-    passing = int(rules.states.fills or bool(shards.there))
+    passing = int(rules.states.fills or bool(shards.on_device))
     slots = (max(passing, min(slots[0], len(stored))), max(passing, min(slots[1], len(stored))))
     largest = max(specs, key=lambda spec: spec.nbytes)
     tile_bytes = shards.tile_bytes(shards.tile_numel)
@@ -726,14 +726,14 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
                 shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.grads.spills, blocks=shards.blocks
             )
         # states whose home is host memory are granted in full
-        stay = resident_tiles(shards.below, shards.tile_numel, shards.tile_bytes, split.states_bytes)
+        stay = resident_tiles(shards.off_device, shards.tile_numel, shards.tile_bytes, split.states_bytes)
     homes_bytes = split.homes_bytes - param_bytes(rules, specs).staging
-    below = iter(stay)
+    of_tile = iter(stay)
     return Placement(
         params=tuple(_param_homes(rules, specs, homes_bytes)),
         tiles=tuple(
             tuple(
-                Memory.DEVICE if unit in shards.there else Memory.HOST if next(below) else Memory.NVME
+                Memory.DEVICE if unit in shards.on_device else Memory.HOST if next(of_tile) else Memory.NVME
                 for _ in cut_into_tiles([numel], shards.tile_numel)
             )
             for unit, numel in enumerate(shards.numels)
@@ -749,7 +749,7 @@ def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> I
     for spec in specs:
         if not spec.offloaded:
             yield Memory.DEVICE
-        elif spec.beside:
+        elif spec.has_device_shard:
             yield Memory.SHARD
         elif spec.shard_nbytes <= homes_bytes:
             homes_bytes -= spec.shard_nbytes
@@ -807,7 +807,7 @@ def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[boo
     through slots.
 
     Returns:
-        The homes of gradients, and whether each tile below the device stays.
+        The homes of gradients, and whether each tile that is off the device stays.
     """
     grads, tiles = shards.grad_sizes, [shards.tile_sizes_of(unit) for unit in range(len(shards.numels))]
     capacity_bytes = split.grads_bytes + split.states_bytes

@@ -320,7 +320,7 @@ class Scheduler:
             return True
         return False
 
-    def _spill_ahead(self, _event: actions.GradientsRest) -> Actions:
+    def _spill_ahead(self, _event: actions.GradientsPause) -> Actions:
         """Start spills, so that slots for the next units are free or will be soon."""
         leaving = sum(self.rows[unit].gradients is State.LEAVING for unit in self._in_slots)
         free = self._gradient_slots - len(self._in_slots)
@@ -350,5 +350,5 @@ _HANDLERS: dict[type[Event], Callable[[Scheduler, Any], Actions]] = {
     actions.UpdateDue: lambda scheduler, event: scheduler._try_update(event.unit),
     actions.UpdateForeseen: lambda scheduler, event: scheduler._try_ahead(event.unit),
     actions.GradientsNeedRoom: lambda scheduler, event: scheduler._free_gradients(event.unit),
-    actions.GradientsRest: Scheduler._spill_ahead,
+    actions.GradientsPause: Scheduler._spill_ahead,
 }

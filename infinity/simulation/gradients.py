@@ -141,10 +141,10 @@ class GradMemory:
         if before[1] and self.value(row) != before:
             violate("once", f"gradients of {row.name} are {self.value(row)}, and the next are added to {before}")
 
-    def rest(self, row: Row) -> None:
+    def pause(self, row: Row) -> None:
         """Nothing is added for a while: what spills may spill."""
         if not row.on_device:
-            self.store.rest(self.of(row))
+            self.store.pause(self.of(row))
 
     def drop(self, row: Row) -> None:
         """The gradients are nothing any more."""
@@ -178,7 +178,7 @@ class GradMemory:
         if tensor is None:
             return False
         tensor.value = value
-        self.rest(row)
+        self.pause(row)
         return True
 
     # The scheduler's actions #

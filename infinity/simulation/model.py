@@ -59,7 +59,7 @@ class UnitSpec:
         return range(self.stored)
 
     @property
-    def beside(self) -> bool:
+    def has_device_shard(self) -> bool:
         """The values that come and go have their home on the device, too, and may be updated there at any time."""
         return self.on_device and self.offloaded
 

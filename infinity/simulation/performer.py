@@ -257,27 +257,27 @@ class Performer:
 
     def _update_on_device(self, row: Row) -> None:
         due = row.due
-        if due is None or (row.residency is _STORED and not row.spec.beside):
+        if due is None or (row.residency is _STORED and not row.spec.has_device_shard):
             violate("legal", f"{row.name} is updated on the device, and is not there")
         if row.residency is not _STORED:
             self.await_fetch(row)  # in the device's queue
-        if row.spec.beside:
+        if row.spec.has_device_shard:
             row.mem = list(row.home)
         if row.mem != [due.target - 1] * row.spec.tiles or self.grads.value(row) != due.grad:
             violate("once", f"{row.name} is at {row.mem} with gradients {self.grads.value(row)}, and {due} is due")
         row.mem = [due.target] * row.spec.tiles
-        row.home = list(row.mem) if row.spec.beside else row.home
-        self.states.update_there(row.index, due.states)
+        row.home = list(row.mem) if row.spec.has_device_shard else row.home
+        self.states.update_on_device(row.index, due.states)
         row.due = None
         self.grads.drop(row)
 
-    def move_states(self, unit: int, *, there: bool) -> None:
+    def move_states(self, unit: int, *, to_device: bool) -> None:
         """What the engine's executor and its pipeline do."""
         parts: Any = SimpleNamespace(_park=self.worker.park, _states=self.states.store, _ring=self.states.ring)
         pipeline = SimpleNamespace(move_states=partial(UpdatePipeline.move_states, parts))
         executor: Any = SimpleNamespace(_params=SimpleNamespace(critical=self.critical), _pipeline=pipeline)
-        Executor.move_states(executor, unit, there=there)
-        self.rows[unit].on_device = self.states.store.units[unit].are_there
+        Executor.move_states(executor, unit, to_device=to_device)
+        self.rows[unit].on_device = self.states.store.units[unit].are_on_device
 
     def wait_computed(self, ticket: Ticket) -> None:
         """Wait until an update is computed, which now goes before all others."""
@@ -333,11 +333,11 @@ class Performer:
         for each in ticket.ready:
             self.clock.wait(each)
         if not ticket.keeps:
-            self.grads.store.used(self.grads.of(row))
+            self.grads.store.drop_after_update(self.grads.of(row))
         elif ticket.recovers:
-            self.grads.store.left(self.grads.of(row))
+            self.grads.store.drop_reconstructable(self.grads.of(row))
         else:
-            self.grads.store.returned(self.grads.of(row))
+            self.grads.store.keep_after_update(self.grads.of(row))
             self.gradients_returned = True
         row.pins -= 1
         if row.residency is _RESIDENT and ticket.error is None:
@@ -473,7 +473,7 @@ class Performer:
             ahead = row.ahead
             assert ahead is not None
             updated = [tile for tile in sorted(ahead.tiles) if tile not in {left.index for left in ahead.ticket.tiles}]
-            if ahead.old_params == "states" or (self.grads.of(row).is_elsewhere and grads):
+            if ahead.old_params == "states" or (self.grads.of(row).needs_reconstruction and grads):
                 self.worker.between_tiles(partial(self.states.recover, row.index, updated, ahead.due.states))
             self._recover_grads(row, grads=grads)
             self.worker.between_tiles(partial(self.states.roll_back, row.index, sorted(ahead.tiles)))
@@ -492,7 +492,7 @@ class Performer:
                 row.stale = True
 
     def _recover_grads(self, row: Row, *, grads: bool) -> None:
-        if not self.grads.of(row).is_elsewhere:
+        if not self.grads.of(row).needs_reconstruction:
             return
         if not grads:
             self.grads.drop(row)
@@ -513,7 +513,7 @@ class Performer:
         """Gradients that updates have given back may spill."""
         if self.gradients_returned:
             self.gradients_returned = False
-            self.do(actions.GradientsRest())
+            self.do(actions.GradientsPause())
 
 
 _PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any, Any], object]] = {

@@ -490,9 +490,9 @@ class Rank(Performer):
             if self._speculates and self.speculate(row, self._due(row, clips=False)):
                 self._update_order.append(row.index)
                 self._foresight.tried()
-        self.grads.rest(row)
+        self.grads.pause(row)
         if row.spills:
-            self.do(actions.GradientsRest())
+            self.do(actions.GradientsPause())
 
     def _foresee(self, row: Row) -> None:
         """The unit is gathered anew, on all ranks, also on those where its update does not run ahead."""
@@ -534,7 +534,7 @@ class Rank(Performer):
         del self._added[row.index]
         self._asked.pop(row, None)
         self._asked[row] = None
-        if row.residency is not Residency.STORED or row.spec.beside:
+        if row.residency is not Residency.STORED or row.spec.has_device_shard:
             self.do(actions.UpdateDue(row))
 
     def _finish_step(self, norm: str, *, raises: bool) -> None:

@@ -133,7 +133,7 @@ class Row(UnitState):
         """Change the values where they are in memory."""
         if self.residency is not Residency.STORED or not self.spec.host:
             self.mem = list(values)
-        if self.spec.beside or self.spec.host:
+        if self.spec.has_device_shard or self.spec.host:
             self.home = list(values)
 
     @property

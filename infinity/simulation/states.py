@@ -73,7 +73,7 @@ class States:
             tile.begin_write(tile.home)
             tile.end_write(tile.home)
             if tile.home is _DEVICE:
-                self._versions_there(tile.unit)[tile.start] = 0
+                self._device_versions(tile.unit)[tile.start] = 0
         device.is_filling = True
 
     def keeps_all(self, unit: int) -> bool:
@@ -85,7 +85,7 @@ class States:
         each = self.store.units[unit].tiles[tile]
         return self.store.can_roll_back(each) or each.is_in_memory_alone
 
-    def _versions_there(self, unit: int) -> dict[int, int]:
+    def _device_versions(self, unit: int) -> dict[int, int]:
         room: Any = self.store.units[unit].fields
         return cast(DeviceRoom, room).versions
 
@@ -107,14 +107,14 @@ class States:
         tile.end_write(_HOST)
         return self.release(tile)
 
-    def update_there(self, unit: int, target: int) -> None:
+    def update_on_device(self, unit: int, target: int) -> None:
         """The device updates a unit whose states it has."""
-        with self.store.units[unit].changing_there():
+        with self.store.units[unit].changing_on_device():
             for tile in self.store.units[unit].tiles:
-                version = self._versions_there(unit).get(tile.start)
+                version = self._device_versions(unit).get(tile.start)
                 if version != target - 1:
                     violate("once", f"{tile.name} on the device are at {version}, and become {target}")
-                self._versions_there(unit)[tile.start] = target
+                self._device_versions(unit)[tile.start] = target
 
     def release(self, tile: Tile) -> list[Operation]:
         """The tile may leave memory; what was not changed to its end is lost."""
@@ -137,7 +137,7 @@ class States:
         for tile in [self.store.units[unit].tiles[index] for index in tiles]:
             if tile in self._before:
                 self._memory(tile).value = self._before.pop(tile)
-                tile.take_back(_HOST)
+                tile.roll_back(_HOST)
             elif isinstance(tile.extent, SlotExtent):
                 self.ring.roll_back(tile)
 
@@ -179,7 +179,7 @@ class States:
             if tile.home is _HOST:
                 version = self._memory(tile).value
             elif tile.home is _DEVICE:
-                version = self._versions_there(unit)[tile.start]
+                version = self._device_versions(unit)[tile.start]
             else:
                 assert tile.extent is not None
                 extent = tile.extent

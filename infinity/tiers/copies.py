@@ -14,7 +14,7 @@ optimizer states, activations) is built on this class, which enforces these rule
 - A copy is dropped only if it is old, or if the same version is VALID in another memory or on its way to it. Its memory
   may be reused once no move touches it. Until then the copy is LEAVING, and `keep` can make it VALID again.
 - `consume` ends a value after its last use (gradients after the update, activations of a freed graph).
-- A double-buffered copy on the drive (slots.py) is one NVME copy in this protocol: the newest version. `take_back`
+- A double-buffered copy on the drive (slots.py) is one NVME copy in this protocol: the newest version. `roll_back`
   returns to the version in the other slot.
 
 One thread at a time makes the transitions of a field. Other threads carry bytes, and only report through
@@ -210,7 +210,7 @@ class Field:
             self._check_readable(origin, _VALID if at is None else _WRITING)
         if not copy.is_still() and (at is None or any(move.target is not origin for move in copy.moves)):
             # The move that fills the source may still read the target. The writer of the source waits for it first.
-            raise RuntimeError(f"{self.name} cannot come to {target.name} yet: {_told(copy)}")
+            raise RuntimeError(f"{self.name} cannot come to {target.name} yet: {_described(copy)}")
         self._check_not_file(target)
         if copy.state is _VALID and copy.version < version:
             copy.state = _ABSENT
@@ -240,11 +240,11 @@ class Field:
         try:
             move.transfer.result()
         except Exception:  # after an interrupt, which is no Exception, the move continues, and a later call waits again
-            self._over(move, _ABSENT)
+            self._end_move(move, _ABSENT)
             raise
-        self._over(move, _VALID)
+        self._end_move(move, _VALID)
 
-    def _over(self, move: Move, outcome: State) -> None:
+    def _end_move(self, move: Move, outcome: State) -> None:
         target = move.target
         if target is not None and target.state is _ARRIVING and move in target.moves:  # else an earlier call did this
             self._go(target, _ARRIVING, outcome)
@@ -282,10 +282,10 @@ class Field:
                 raise RuntimeError(f"{self.name} cannot be changed in place in {memory.name}")
             if copy.version != self.version or copy.state not in (_VALID, _ARRIVING):
                 raise RuntimeError(
-                    f"{self.name}: version {self.version} cannot be changed in {memory.name}, {_told(copy)}"
+                    f"{self.name}: version {self.version} cannot be changed in {memory.name}, {_described(copy)}"
                 )
         elif copy.state is _VALID or copy.state is _WRITING:
-            raise RuntimeError(f"{self.name}: there is no value, but {memory.name} is {_told(copy)}")
+            raise RuntimeError(f"{self.name}: there is no value, but {memory.name} is {_described(copy)}")
         waits = () if copy.is_still() else tuple(copy.moves)  # failed moves are included
         copy.state = _WRITING
         return waits
@@ -309,7 +309,7 @@ class Field:
                 raise RuntimeError(f"{self.name} was changed in {memory.name} while it was still on its way there")
             move.transfer.result()
         for move in fills:
-            self._over(move, _VALID)
+            self._end_move(move, _VALID)
         # In one statement, and before the state changes: if an interrupt comes in between, `end_write` is repeated, and
         # the field's version always has a copy.
         self.version = copy.version = self.version + int(changed)
@@ -319,13 +319,13 @@ class Field:
         """Raise the version, because the value changed outside of this field. All copies become old."""
         self.version += 1
 
-    def take_back(self, memory: Memory) -> None:
+    def roll_back(self, memory: Memory) -> None:
         """Roll back the last change: the other slot in this memory becomes the newest, and all other copies old."""
         if not self.version:
-            raise RuntimeError(f"{self.name} has no value to be taken back")
+            raise RuntimeError(f"{self.name} has no value to roll back")
         for copy in self.copies.values():
             if copy.state is _WRITING or copy.state is _ARRIVING or not copy.is_still():
-                raise RuntimeError(f"{self.name} cannot be taken back: in {copy.memory.name} it is {_told(copy)}")
+                raise RuntimeError(f"{self.name} cannot be rolled back: in {copy.memory.name} it is {_described(copy)}")
         copy = self.copies[memory]
         copy.state = _VALID  # it was ABSENT if the write of the change failed
         self.version = copy.version = self.version + 1
@@ -355,7 +355,9 @@ class Field:
         """Drop a copy. Return whether its memory is free now; if not, it is LEAVING until `gone` returns True."""
         copy = self.copies[memory]
         if not self.can_drop(memory):
-            raise RuntimeError(f"{self.name} is in use or has no other copy, and stays in {memory.name}: {_told(copy)}")
+            raise RuntimeError(
+                f"{self.name} is in use or has no other copy, and stays in {memory.name}: {_described(copy)}"
+            )
         copy.state = _LEAVING
         return self.gone(memory)
 
@@ -397,10 +399,11 @@ class Field:
         """Change the state from `source` to `target`. Raise RuntimeError if the state is another one."""
         if copy.state is not source:
             raise RuntimeError(
-                f"{self.name} cannot become {target.name} in {copy.memory.name}: it is {_told(copy)}, not {source.name}"
+                f"{self.name} cannot become {target.name} in {copy.memory.name}: it is {_described(copy)}, "
+                f"not {source.name}"
             )
         copy.state = target
 
 
-def _told(copy: Copy) -> str:
+def _described(copy: Copy) -> str:
     return f"{copy.state.name} at version {copy.version} with {copy.pins} pins and {len(copy.moves)} moves"

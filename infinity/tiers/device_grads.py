@@ -71,12 +71,12 @@ class DeviceGrads(_DeviceBuffers):
 
     def open(self, each: UnitGrads) -> torch.Tensor | None:
         """Return the unit's gradients for accumulation, undefined if it has none yet; None while there is no room."""
-        if each.there is None:
+        if each.device_tensor is None:
             if self.lacks_capacity(each):
                 return None
             with self.critical:
-                each.there = self._allocated(each, "gradients")
-        return each.there
+                each.device_tensor = self._allocated(each, "gradients")
+        return each.device_tensor
 
     def measure(self, each: UnitGrads, part: int, values: torch.Tensor) -> Coming:
         """Measure these gradients of a part of the unit, and start copying the norm."""
@@ -85,28 +85,28 @@ class DeviceGrads(_DeviceBuffers):
         return coming
 
     def tensor(self, each: UnitGrads) -> torch.Tensor:
-        assert each.there is not None
-        return each.there
+        assert each.device_tensor is not None
+        return each.device_tensor
 
     def has_come(self, each: UnitGrads) -> bool:
         """Whether the norms of the unit's gradients are in host memory."""
         return each.measured is None or each.measured.done()  # the last copy runs behind all others
 
-    def rest(self, each: UnitGrads) -> None:
+    def pause(self, each: UnitGrads) -> None:
         """Do nothing: the gradients stay on the device."""
 
     def holds(self, each: UnitGrads) -> bool:
         """Whether the unit has gradients that no update uses; an update on the device drops them before it returns."""
-        return each.there is not None
+        return each.device_tensor is not None
 
     def drop(self, each: UnitGrads) -> None:
         with self.critical:
-            each.there = each.measured = None
+            each.device_tensor = each.measured = None
             self.budget.give(self._nbytes(each))
 
     def close(self) -> None:
         for each in self.units:
-            each.there = each.measured = None
+            each.device_tensor = each.measured = None
 
 
 @dataclass(eq=False)

@@ -109,11 +109,12 @@ class UnitGrads:
         tensor: the flat gradients in host memory; None while the unit has no memory for them.
         extent: its place on the drive; None for a unit that does not spill.
         arrival: the copies on their way from the device.
-        is_elsewhere: the gradients have no copy, and can only be reconstructed from the optimizer state.
+        needs_reconstruction: the gradients have no copy, and can only be reconstructed from the optimizer state.
         first: number of its first part among the parts of all units. A part is a parameter, or the unit if ranks reduce
             it as one, and has a norm.
-        there: the flat gradients on the device, if they stay there, see device_grads.py; None while there are none.
-        measured: the copy of the last norm of `there`.
+        device_tensor: the flat gradients on the device, if they stay on it, see device_grads.py; None while there are
+            none.
+        measured: the copy of the last norm of `device_tensor`.
         sum: memory on the device for sums over micro-batches, see `DeviceSums`; None if there is none.
     """
 
@@ -125,9 +126,9 @@ class UnitGrads:
     tensor: torch.Tensor | None = None
     extent: Extent | None = None
     arrival: Arrival | None = None
-    is_elsewhere: bool = False
+    needs_reconstruction: bool = False
     first: int = 0
-    there: torch.Tensor | None = None
+    device_tensor: torch.Tensor | None = None
     measured: Transfer | None = None
     sum: torch.Tensor | None = None
 
@@ -237,7 +238,7 @@ class GradStore:
         Raises:
             StorageError: spilled gradients cannot be read.
         """
-        if each.is_elsewhere:
+        if each.needs_reconstruction:
             raise RuntimeError(f"the gradients of unit {each.unit} were dropped and must be restored first")
         host = each.host
         if host.state is not _WRITING:
@@ -300,7 +301,7 @@ class GradStore:
                 break
             self.finish_moves(each)
 
-    def rest(self, each: UnitGrads) -> None:
+    def pause(self, each: UnitGrads) -> None:
         """End accumulation for now: the unit's gradients may spill, if the unit has a place on the drive."""
         if each.arrival is not None:
             each.arrival.open = False
@@ -314,7 +315,7 @@ class GradStore:
 
     def drop(self, each: UnitGrads) -> None:
         """Drop the unit's gradients."""
-        each.is_elsewhere = False
+        each.needs_reconstruction = False
         with suppress(StorageError):  # the outcome no longer matters
             self.finish_moves(each)
         self._end_write(each)
@@ -336,7 +337,7 @@ class GradStore:
     def take_for_update(self, each: UnitGrads) -> tuple[torch.Tensor, tuple[Move, ...]]:
         """Give the gradients to the unit's update, which must wait for the returned moves.
 
-        Pairs with `used`, `left` or `returned`.
+        Pairs with `drop_after_update`, `drop_reconstructable` or `keep_after_update`.
         """
         self._end_write(each)
         if each.arrival is not None:
@@ -347,32 +348,32 @@ class GradStore:
         assert each.tensor is not None
         return each.tensor, tuple(each.host.moves)
 
-    def used(self, each: UnitGrads) -> None:
+    def drop_after_update(self, each: UnitGrads) -> None:
         """Drop the gradients after the update has used them."""
         each.field.unpin(_HOST)
         self.drop(each)
 
-    def left(self, each: UnitGrads) -> None:
-        """Like `used`, but the gradients can still be reconstructed from the optimizer state.
+    def drop_reconstructable(self, each: UnitGrads) -> None:
+        """Like `drop_after_update`, but the gradients can still be reconstructed from the optimizer state.
 
         Until `restore` or `drop`, `open` refuses the unit.
         """
-        self.used(each)
-        each.is_elsewhere = True
+        self.drop_after_update(each)
+        each.needs_reconstruction = True
 
     def restore(self, each: UnitGrads) -> torch.Tensor | None:
         """Return memory to reconstruct the unit's gradients in, to be filled at once; None while there is no room."""
-        buffer, each.is_elsewhere = None, False
+        buffer, each.needs_reconstruction = None, False
         try:
             buffer = self.open(each)
         finally:
-            each.is_elsewhere = buffer is None
+            each.needs_reconstruction = buffer is None
         return buffer
 
-    def returned(self, each: UnitGrads) -> None:
-        """Keep the gradients after an update that was cancelled or may be rolled back; replaces `used`."""
+    def keep_after_update(self, each: UnitGrads) -> None:
+        """Keep the gradients after an update that was cancelled or may be rolled back; replaces `drop_after_update`."""
         each.field.unpin(_HOST)
-        self.rest(each)
+        self.pause(each)
 
     # Memory #
 

@@ -233,7 +233,7 @@ class Params:
 
     def await_update(self, each: UnitParams) -> None:
         """Order all later work of the compute stream behind the upload of the unit's last update."""
-        upload, each.coming = each.coming, None
+        upload, each.update_upload = each.update_upload, None
         if upload is not None and each.field.arriving(Memory.DEVICE) is upload:  # else it has ended
             each.order_behind(upload)
 
@@ -258,7 +258,7 @@ class Params:
             if not self._stage(each):
                 return False
             if each.field.state(Memory.HOST) is State.ABSENT:
-                self._finish(each, each.there)  # a read directly from NVMe to the device may be in flight
+                self._finish(each, each.device_copy)  # a read directly from NVMe to the device may be in flight
                 each.download()
             each.field.pin(Memory.HOST)
         each.pin()
@@ -271,7 +271,7 @@ class Params:
     def end_pass(self) -> None:
         """End the backward pass. From now on, other code than updates may change units."""
         for each in self.units:
-            each.final = None
+            each.download_after = None
 
     def begin_change(self, each: UnitParams) -> tuple[Move, ...]:
         """Begin a change of `shard`. Return the moves to wait for first. Pairs with `end_change`.
@@ -290,7 +290,7 @@ class Params:
     def begin_update(self, each: UnitParams) -> tuple[Move, ...]:
         """Like `begin_change`, for an update: from now on the device must not use the old values."""
         if self._device is not None:
-            each.since = self._device.link.mark()
+            each.upload_after = self._device.link.mark()
         return self.begin_change(each)
 
     def end_change(self, each: UnitParams, *, changed: bool = True) -> None:
@@ -317,7 +317,7 @@ class Params:
             return  # the fetch continues with the new values
         if older is not None:
             self._finish(each, Memory.DEVICE)
-        each.coming = each.start_upload()
+        each.update_upload = each.start_upload()
         if each in self.passing:
             self._end_fetch(each)
 
@@ -342,14 +342,14 @@ class Params:
         """
         assert self._device is not None
         self.await_update(each)
-        each.final = None
-        for move in each.field.begin_write(each.there):
+        each.download_after = None
+        for move in each.field.begin_write(each.device_copy):
             self._device.link.compute_waits(move.transfer)
-        return each.trained_there()
+        return each.trained_on_device()
 
     def end_device_change(self, each: UnitParams) -> None:
         """End the change; its work is queued, so that all later work of the compute stream runs behind it."""
-        each.field.end_write(each.there, in_order=True)
+        each.field.end_write(each.device_copy, in_order=True)
         if each.home is Memory.SHARD:
             self._follow(each)
 
@@ -391,7 +391,7 @@ class Params:
         if self._device is not None and self._device.direct is not None:
             self._device.direct.close()
         for each in self.units:
-            each.coming = None
+            each.update_upload = None
             each.close()
         self._spare.clear()
 
@@ -409,7 +409,7 @@ class Params:
                 self.ledger.give(each.spec.nbytes)
             raise
         if self._device is not None:
-            each.since = self._device.link.mark()
+            each.upload_after = self._device.link.mark()
 
     def _free(self, each: UnitParams) -> None:
         with self._counters.stalled(StallCause.ALLOCATOR):
@@ -441,7 +441,7 @@ class Params:
 
     def _finish_leaving(self, each: UnitParams) -> None:
         """Block until no move touches a LEAVING HOST copy."""
-        self._finish(each, each.there)
+        self._finish(each, each.device_copy)
         for move in list(each.field.copies[Memory.HOST].moves):
             each.wait(move)
         self._reap()
@@ -462,7 +462,7 @@ class Params:
 
     def _reap(self) -> None:
         for each in self._leaving:
-            if each.coming is not None and each.coming.done():
+            if each.update_upload is not None and each.update_upload.done():
                 self._finish(each, Memory.DEVICE)
         for each in [each for each in self._leaving if each.field.gone(Memory.HOST)]:
             self._leaving.remove(each)

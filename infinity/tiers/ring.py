@@ -148,10 +148,10 @@ class Ring:
             self._read(tile, Priority.DEMAND)
         self._finish_read(tile)
 
-    def move_there(self, tile: Tile) -> None:
+    def move_to_device(self, tile: Tile) -> None:
         """Make the device the tile's home; the unit has memory on it. The tile keeps its place on the host or NVMe."""
         self.hold(tile)
-        self._states.move_there(tile)
+        self._states.move_to_device(tile)
         tile.drop(_HOST)
         if tile.own is None:
             self._free_slot(tile)

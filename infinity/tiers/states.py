@@ -82,11 +82,11 @@ class UnitStates:
         tiles: in order; `indices`: the index of each.
         nbytes: bytes of all tiles.
         stored: the tiles whose home is NVMe.
-        are_there: whether all tiles are on the device, which then updates the unit.
+        are_on_device: whether all tiles are on the device, which then updates the unit.
         fields: memory on the device for the whole shard; None if there is none.
     """
 
-    __slots__ = ("are_there", "fields", "indices", "nbytes", "stored", "tiles")
+    __slots__ = ("are_on_device", "fields", "indices", "nbytes", "stored", "tiles")
 
     def __init__(self, tiles: Sequence[Tile]) -> None:
         self.tiles = tiles
@@ -98,8 +98,8 @@ class UnitStates:
     def note_homes(self) -> None:
         """Update the attributes after the homes of tiles have changed. Free the device memory if it is unused."""
         self.stored = [tile for tile in self.tiles if tile.home is Memory.NVME]
-        self.are_there = any(tile.home is Memory.DEVICE for tile in self.tiles[:1])
-        if not self.are_there:
+        self.are_on_device = any(tile.home is Memory.DEVICE for tile in self.tiles[:1])
+        if not self.are_on_device:
             self.fields = None
 
     def stored_from(self, first: int) -> Iterator[Tile]:
@@ -107,7 +107,7 @@ class UnitStates:
         return itertools.islice(self.stored, bisect_left(self.stored, first, key=attrgetter("index")), None)
 
     @contextmanager
-    def changing_there(self) -> Iterator[Fields]:
+    def changing_on_device(self) -> Iterator[Fields]:
         """Change the unit's fields on the device inside of this context, in compute-stream order."""
         assert self.fields is not None
         for tile in self.tiles:
@@ -164,8 +164,8 @@ class StateStore:
                 lease = arena.lease(nbytes) if home is Memory.HOST else None
                 tiles.append(Tile(unit, index, start, numel, nbytes, home, lease, self._reserve(home, nbytes)))
             each = UnitStates(tiles)
-            if each.are_there:
-                self.make_room_there(each)
+            if each.are_on_device:
+                self.make_device_room(each)
             self.units.append(each)
 
     def _reserve(self, home: Memory, nbytes: int) -> Extent | SlotExtent | None:
@@ -174,8 +174,8 @@ class StateStore:
         return self._swap.reserve(nbytes) if home is Memory.NVME else None
 
     @property
-    def some_are_there(self) -> bool:
-        return any(each.are_there for each in self.units)
+    def some_are_on_device(self) -> bool:
+        return any(each.are_on_device for each in self.units)
 
     def read(self, tile: Tile, slot: Lease, priority: Priority) -> None:
         """Start reading a tile whose home is not host memory into `slot`; raises InfinityError if it is lost."""
@@ -237,7 +237,7 @@ class StateStore:
         """
         assert isinstance(tile.extent, SlotExtent)
         if self._swap.slots.roll_back(tile.extent):
-            tile.take_back(Memory.NVME)
+            tile.roll_back(Memory.NVME)
             if tile.home is Memory.HOST:
                 self._read_home(tile)
 
@@ -247,7 +247,7 @@ class StateStore:
 
     # The device #
 
-    def _there(self, tile: Tile) -> tuple[DeviceStates, Fields]:
+    def _on_device(self, tile: Tile) -> tuple[DeviceStates, Fields]:
         """Return the device's memory, and the part of the tile's unit."""
         fields = self.units[tile.unit].fields
         assert self._device is not None
@@ -255,26 +255,26 @@ class StateStore:
         return self._device, fields
 
     def _download(self, tile: Tile, slot: Lease) -> None:
-        device, fields = self._there(tile)
+        device, fields = self._on_device(tile)
         copy = device.download(fields, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
         tile.lease = slot
         tile.begin_move(Memory.DEVICE, Memory.HOST, copy, StallCause.HOST_LINK)
         self._counters.moved("device_to_host", tile.nbytes, copy, tile.unit, "states")
 
     def _upload(self, tile: Tile, slot: Lease) -> Transfer:
-        device, fields = self._there(tile)
+        device, fields = self._on_device(tile)
         copy = device.upload(fields, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
         tile.begin_move(Memory.HOST, Memory.DEVICE, copy, StallCause.HOST_LINK)
         self._counters.moved("host_to_device", tile.nbytes, copy, tile.unit, "states")
         return copy
 
-    def make_room_there(self, each: UnitStates) -> None:
+    def make_device_room(self, each: UnitStates) -> None:
         """Allocate memory on the device for the unit's tiles, if they have none; raises torch.OutOfMemoryError."""
         assert self._device is not None
         if each.fields is None:
             each.fields = self._device.room(sum(tile.numel for tile in each.tiles))
 
-    def move_there(self, tile: Tile) -> None:
+    def move_to_device(self, tile: Tile) -> None:
         """Make the device the home of a held tile, whose unit has device memory. Blocks for the copy."""
         assert tile.lease is not None
         tile.own = tile.lease if tile.home is Memory.HOST else None

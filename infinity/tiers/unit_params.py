@@ -54,7 +54,7 @@ class FlatSpec:
         offloaded: the unit is fetched from its home and evicted; if False it is always resident.
         sharding: this rank's slice of the tensor; the home and the host hold this slice alone.
         runs: the blocks of files whose image the tensor is; empty for a unit that is not in files.
-        beside: whether the home is on the device, in addition to the unsharded tensor.
+        has_device_shard: whether the home is on the device, in addition to the unsharded tensor.
     """
 
     name: str
@@ -64,7 +64,7 @@ class FlatSpec:
     offloaded: bool
     sharding: Sharding = WHOLE
     runs: tuple[FileRun, ...] = ()
-    beside: bool = False
+    has_device_shard: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -161,19 +161,19 @@ class UnitParams:
     Attributes:
         home: the memory with the newest value while the unit is not on the device; DEVICE if it always is.
         site: the memory in which the unit is changed, except by updates on a device.
-        there: the copy on the device, DEVICE or SHARD, that is uploaded and downloaded, and that updates on the device
-            change.
+        device_copy: the copy on the device, DEVICE or SHARD, that is uploaded, downloaded, and changed by updates on
+            the device.
         written: whether there is an NVME copy, which is written whenever the unit changes.
         lease: of the HOST copy.
         tensor: flat, on the compute device, see [Note: stable storage].
-        beside: this rank's shard, if the home is SHARD.
+        device_shard: this rank's shard, if the home is SHARD.
         computed_on: the copy on the compute device.
-        coming: the upload of updated values, as long as the compute stream is not ordered behind it.
-        since: a mark in the compute stream: work queued after it does not touch the memory that the next upload fills,
-            see [Note: uploads]. None if unknown.
+        update_upload: the upload of updated values, as long as the compute stream is not ordered behind it.
+        upload_after: a mark in the compute stream: work queued after it does not touch the memory that the next upload
+            fills, see [Note: uploads]. None if unknown.
         sent: elements of the shard that are uploaded or on their way, while later elements are still being changed.
-        final: a mark in the compute stream: the values can be downloaded once it has passed, see [Note: downloads].
-            None if unknown.
+        download_after: a mark in the compute stream: the values can be downloaded once it has passed, see
+            [Note: downloads]. None if unknown.
     """
 
     def __init__(
@@ -189,26 +189,26 @@ class UnitParams:
         self.spec = spec
         self.home = home
         self.site = Memory.DEVICE if carriers.device is None else Memory.HOST
-        self.there = Memory.SHARD if home is Memory.SHARD else Memory.DEVICE
+        self.device_copy = Memory.SHARD if home is Memory.SHARD else Memory.DEVICE
         self.written = extent is not None and home is not Memory.FILE
         self.lease = lease
-        self.since: Transfer | None = None
+        self.upload_after: Transfer | None = None
         self.sent = 0
-        self.final: Transfer | None = None
+        self.download_after: Transfer | None = None
         self._extent = extent
-        self._by = carriers
+        self._carriers = carriers
         self._counters = carriers.counters
         memories = {Memory.DEVICE, home, self.site} | ({Memory.NVME} if self.written else set())
         self.field = Field(f"unit {spec.name}", memories)
         self.computed_on = self.field.copies[Memory.DEVICE]
-        self.coming: Move | None = None
+        self.update_upload: Move | None = None
         device = _CPU if carriers.device is None else carriers.device.link.device
         self.buffer = stable_memory(spec.nbytes, device, carriers.spare)
         self.buffer.allocate()
         self.tensor = self.buffer.tensor(spec.dtype, spec.numel)
         if spec.offloaded or carriers.device is None:
             self.buffer.free()  # before the next unit is allocated: the whole model may not fit in memory
-        self.beside = self.tensor.new_empty(spec.shard_numel if home is Memory.SHARD else 0)
+        self.device_shard = self.tensor.new_empty(spec.shard_numel if home is Memory.SHARD else 0)
         if home is Memory.FILE:
             self.field.begin_write(home)  # the file has the first value, although this process did not write it
             self.field.end_write(home)
@@ -216,8 +216,8 @@ class UnitParams:
     @property
     def device(self) -> Device:
         """The compute device; it must have its own memory."""
-        assert self._by.device is not None
-        return self._by.device
+        assert self._carriers.device is not None
+        return self._carriers.device
 
     @property
     def shard(self) -> torch.Tensor:
@@ -230,7 +230,7 @@ class UnitParams:
     @property
     def residency(self) -> Residency:
         """Whether the unit is in the memory that the model computes in."""
-        return Residency.RESIDENT if self.coming is not None else _RESIDENCY[self.computed_on.state]
+        return Residency.RESIDENT if self.update_upload is not None else _RESIDENCY[self.computed_on.state]
 
     def is_at_hand(self) -> bool:
         """Whether an update of the unit may begin: the unit is in the memory that updates change, or being fetched."""
@@ -282,8 +282,8 @@ class UnitParams:
         assert self._extent is not None
         if self.home is Memory.FILE:
             assert isinstance(self._extent, Extent)
-            return self._counted(self._by.files.read(self._extent, span, offset, priority=priority), span.nbytes)
-        return self._counted(self._by.swap.read(self._extent, span, offset, priority=priority), span.nbytes)
+            return self._counted(self._carriers.files.read(self._extent, span, offset, priority=priority), span.nbytes)
+        return self._counted(self._carriers.swap.read(self._extent, span, offset, priority=priority), span.nbytes)
 
     def read(self, target: Memory, priority: Priority) -> Move:
         """Start reading the shard from its NVME or FILE copy."""
@@ -296,15 +296,17 @@ class UnitParams:
         assert self._extent is not None
         (own,) = self.spec.pieces
         target = self.tensor.narrow(0, own.whole, own.numel).view(torch.uint8)
-        pieces = self._by.swap.locate(self._extent, self.spec.shard_nbytes)
+        pieces = self._carriers.swap.locate(self._extent, self.spec.shard_nbytes)
         read = self._counted(direct.start(pieces, target, self.device.link.mark().result), self.spec.shard_nbytes)
         self.field.begin_move(Memory.NVME, Memory.DEVICE, read, StallCause.DISK_READ)
 
-    def copy_in(self) -> None:
+    def read_image(self) -> None:
         """Fill `shard` from the files whose image it is. The unit has its home in another memory."""
         spec = self.spec
-        part = self._by.files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
-        self._counted(self._by.files.read(part, self.span(self.site), priority=Priority.DEMAND), part.nbytes).result()
+        part = self._carriers.files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
+        self._counted(
+            self._carriers.files.read(part, self.span(self.site), priority=Priority.DEMAND), part.nbytes
+        ).result()
 
     def write(self, start: int, numel: int) -> IoFuture | None:
         """Start writing a range of `shard` to the NVME copy. Return None if the unit has none."""
@@ -312,7 +314,7 @@ class UnitParams:
             return None
         assert self._extent is not None
         span = self.span(self.site, start, numel)
-        write = self._by.swap.write(self._extent, span, start * self.spec.dtype.itemsize)
+        write = self._carriers.swap.write(self._extent, span, start * self.spec.dtype.itemsize)
         self._counters.moved("nvme_write", span.nbytes, write, self.index, "parameters")
         return write
 
@@ -342,11 +344,11 @@ class UnitParams:
         if self.home is Memory.HOST or (self.home is Memory.DEVICE and self.site is Memory.DEVICE):
             return lambda start, numel, _: self.shard[start : start + numel]
         on_drive = isinstance(self._extent, Extent) and self.home < Memory.HOST and self.is_stored()
-        if not on_drive or (self.home is Memory.NVME and self._by.swap.verifies):
+        if not on_drive or (self.home is Memory.NVME and self._carriers.swap.verifies):
             return None
-        return self._read_apart
+        return self._read_frozen
 
-    def _read_apart(self, start: int, numel: int, into: torch.Tensor) -> torch.Tensor:
+    def _read_frozen(self, start: int, numel: int, into: torch.Tensor) -> torch.Tensor:
         assert self._extent is not None
         size = self.spec.dtype.itemsize
         first = start * size // ALIGN_BYTES * ALIGN_BYTES
@@ -365,7 +367,7 @@ class UnitParams:
 
     def can_roll_back(self) -> bool:
         """Whether a change that is written to NVMe would keep the present values in the other slot."""
-        keeps = isinstance(self._extent, SlotExtent) and self._by.swap.slots.keeps(self._extent)
+        keeps = isinstance(self._extent, SlotExtent) and self._carriers.swap.slots.keeps(self._extent)
         return keeps and self.home is not Memory.DEVICE and self.field.is_newest(Memory.NVME)
 
     def can_put_back(self) -> bool:
@@ -377,8 +379,8 @@ class UnitParams:
         assert isinstance(self._extent, SlotExtent)
         for move in self.field.moves():
             self.wait(move)
-        self._by.swap.slots.roll_back(self._extent)
-        self.field.take_back(Memory.NVME)
+        self._carriers.swap.slots.roll_back(self._extent)
+        self.field.roll_back(Memory.NVME)
 
     def read_found(self) -> None:
         """Fill `shard`, which is held for a change, with the values that an earlier process left on NVMe.
@@ -388,26 +390,26 @@ class UnitParams:
         """
         assert isinstance(self._extent, SlotExtent)
         parts = self._extent.parts(self._extent.found, self.span(self.site), 0)
-        self._counted(self._by.swap.read_parts(parts, Priority.DEMAND), self.spec.shard_nbytes).result()
+        self._counted(self._carriers.swap.read_parts(parts, Priority.DEMAND), self.spec.shard_nbytes).result()
 
     # A device with its own memory #
 
-    def _flat_there(self) -> tuple[torch.Tensor, tuple[Piece, ...]]:
-        """Return the memory of the copy `there`, and the shard's ranges in it."""
-        if self.there is Memory.SHARD:
-            return self.beside, (Piece(0, 0, self.spec.shard_numel),)
+    def _device_flat(self) -> tuple[torch.Tensor, tuple[Piece, ...]]:
+        """Return the memory of the `device_copy`, and the shard's ranges in it."""
+        if self.device_copy is Memory.SHARD:
+            return self.device_shard, (Piece(0, 0, self.spec.shard_numel),)
         return self.tensor, self.spec.pieces
 
-    def trained_there(self) -> torch.Tensor:
-        """Return the trainable part of the shard, in the copy `there`."""
-        flat, pieces = self._flat_there()
+    def trained_on_device(self) -> torch.Tensor:
+        """Return the trainable part of the shard, in the `device_copy`."""
+        flat, pieces = self._device_flat()
         trained = self.spec.trainable_numel // self.spec.sharding.count
         return flat.narrow(0, pieces[0].whole, trained)
 
     def put_in_place(self) -> None:
         """Copy the SHARD to its place in the tensor, in compute-stream order."""
-        self.final = None
-        for here, there in _runs(self.beside, self.tensor, self.spec.pieces):
+        self.download_after = None
+        for here, there in _runs(self.device_shard, self.tensor, self.spec.pieces):
             there.copy_(here)
         self.field.begin_move(Memory.SHARD, Memory.DEVICE, self.device.link.mark(), StallCause.HOST_LINK)
 
@@ -420,24 +422,24 @@ class UnitParams:
     def start_upload(self) -> Move:
         """Start uploading the parts of the HOST copy that were not sent yet."""
         token = self.upload(self.spec.shard_numel)
-        self.since, self.sent = None, 0
-        return self.field.begin_move(Memory.HOST, self.there, token, StallCause.HOST_LINK)
+        self.upload_after, self.sent = None, 0
+        return self.field.begin_move(Memory.HOST, self.device_copy, token, StallCause.HOST_LINK)
 
     def upload(self, stop: int) -> Transfer:
         """Start copying the elements of the shard before `stop` that were not sent yet."""
-        since = None if self.there is Memory.SHARD else self.since  # the mark refers to the tensor
+        after = None if self.device_copy is Memory.SHARD else self.upload_after  # the mark refers to the tensor
         # All copies are on one stream: the last token covers all of them.
-        for here, there in _runs(self.shard, *self._flat_there(), self.sent, stop):
+        for here, there in _runs(self.shard, *self._device_flat(), self.sent, stop):
             with self._counters.stalled(StallCause.HOST_LINK):
-                token = self.device.link.upload(there, here, since)
-            self.final = None
+                token = self.device.link.upload(there, here, after)
+            self.download_after = None
             self._counters.moved("host_to_device", here.nbytes, token, self.index, "parameters")
         self.sent = stop
         return token
 
     def can_send_parts(self) -> bool:
         """Whether changed elements can be uploaded while the HOST copy is still being changed, see `send_part`."""
-        changing = self._by.device is not None and self.field.state(Memory.HOST) is State.WRITING
+        changing = self._carriers.device is not None and self.field.state(Memory.HOST) is State.WRITING
         # The copy on the device is stale since the update began. No code reads it, so it may mix old and new values.
         return changing and self.field.state(Memory.DEVICE) is State.VALID
 
@@ -448,11 +450,11 @@ class UnitParams:
 
     def download(self) -> None:
         """Start copying the shard from the device to the HOST copy."""
-        for here, there in _runs(self.shard, *self._flat_there()):
+        for here, there in _runs(self.shard, *self._device_flat()):
             with self._counters.stalled(StallCause.HOST_LINK):
-                token = self.device.link.download(here, there, self.final)
+                token = self.device.link.download(here, there, self.download_after)
             self._counters.moved("device_to_host", here.nbytes, token, self.index, "parameters")
-        self.field.begin_move(self.there, Memory.HOST, token, StallCause.HOST_LINK)
+        self.field.begin_move(self.device_copy, Memory.HOST, token, StallCause.HOST_LINK)
 
     def order_behind(self, upload: Move) -> None:
         """Order all later work of the compute stream behind the upload."""
@@ -470,7 +472,7 @@ class UnitParams:
         if self.spec.offloaded and self.tensor.numel():
             self.buffer.free()
         # A resident tensor can still be in use, such as in a state dict: the last reference frees it.
-        self.tensor = self.beside = self.tensor.new_empty(0)
+        self.tensor = self.device_shard = self.tensor.new_empty(0)
         self.buffer = stable_memory(0, _CPU)
         self.lease = None
 

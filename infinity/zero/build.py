@@ -69,7 +69,7 @@ class Runtime:
 
     Attributes:
         host, device: the ledgers of the two memories; if the compute device is the CPU, the host's counts everything.
-        grads_there: gradients of units that are updated on the device; None if no unit can be.
+        device_grads: gradients of units that are updated on the device; None if no unit can be.
         loss_norm: of the loss, if the device measures it.
         summed_once: units whose replicas add their gradients up once a step.
         addresses_stay: tensors used by kernels keep their addresses for the whole run.
@@ -80,7 +80,7 @@ class Runtime:
     executor: Executor
     params: Params
     grads: GradStore
-    grads_there: DeviceGrads | None
+    device_grads: DeviceGrads | None
     pipeline: UpdatePipeline
     states: StateStore
     sums: DeviceSums
@@ -159,8 +159,8 @@ class Runtime:
         self.files.close()
         self.params.close()
         self.grads.close()
-        if self.grads_there is not None:
-            self.grads_there.close()
+        if self.device_grads is not None:
+            self.device_grads.close()
         self.states.close()
         self.sums.close()
         self.loss_norm.close()
@@ -224,18 +224,18 @@ def build_runtime(
         executor=_make_executor(plan, model, memory, states, held, pipeline),
         params=held.params,
         grads=held.grads,
-        grads_there=held.grads_there,
+        device_grads=held.device_grads,
         pipeline=pipeline,
         states=states,
         sums=held.sums,
         arena=memory.arena,
         host=plan.host,
-        device=memory.there.ledger,
+        device=memory.device.ledger,
         swap=memory.swap,
         files=held.files,
         counters=memory.counters,
         link=link,
-        loss_norm=Norms(plan.sizing.rules.measured_there(1), link),
+        loss_norm=Norms(plan.sizing.rules.measured_on_device(1), link),
         parts=parts,
         monitor=Monitor(config.monitors, writes=is_first_process()),
         summed_once=once,
@@ -305,20 +305,20 @@ def _lay_out(
 
 @dataclass(frozen=True)
 class _Memory:
-    """The empty tiers. `slots` are the slots of the ring of tiles; `there` has the budgets of the compute device."""
+    """The empty tiers. `slots` are the slots of the ring of tiles; `device` has the budgets of the compute device."""
 
     counters: Counters
     arena: Arena
     swap: SwapSpace
     slots: Sequence[Lease]
-    there: DeviceBudgets
+    device: DeviceBudgets
 
 
 @dataclass(frozen=True)
 class _Held:
     params: Params
     grads: GradStore
-    grads_there: DeviceGrads | None
+    device_grads: DeviceGrads | None
     sums: DeviceSums
     files: WeightFiles
     images: UndoLog | None
@@ -333,15 +333,15 @@ def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
         arena = undo.enter_context(closing(Arena(arena_bytes, pin=plan.link.pinned_for)))
         swap = _open_disk(plan, undo, run)
         slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
-        there = device_budgets(sizing, config, split, plan.host, plan.link.free_bytes())  # before anything is allocated
+        device = device_budgets(sizing, config, split, plan.host, plan.link.free_bytes())  # before any allocation
     # the same on all ranks, see `agreed`
-    there.grads.capacity_bytes = least_of(there.grads.capacity_bytes, plan.ranks, plan.parts.ranks)
-    return _Memory(counters, arena, swap, slots, there)
+    device.grads.capacity_bytes = least_of(device.grads.capacity_bytes, plan.ranks, plan.parts.ranks)
+    return _Memory(counters, arena, swap, slots, device)
 
 
 def _share_sums(plan: _Plan, memory: _Memory) -> frozenset[int]:
     """Return the units whose replicas sum their gradients once a step, and take the memory for that."""
-    sums = memory.there.sums
+    sums = memory.device.sums
     once = summed_once(plan.sizing.rules, plan.sizing.shards, plan.ranks.least(sums.capacity_bytes))
     sums.take(sum(once.values()), "sums of gradients over a group of ranks")
     return frozenset(once)
@@ -357,7 +357,7 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
         arena=memory.arena,
         swap=memory.swap,
         counters=memory.counters,
-        device=DeviceStates(plan.link, sizing.layout) if sizing.there or sizing.may_come else None,
+        device=DeviceStates(plan.link, sizing.layout) if sizing.on_device or sizing.may_come else None,
         written_through=plan.config.tiering.crash_consistent,
         double_buffered=sizing.is_double_buffered,
     )
@@ -372,7 +372,7 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     params = Params(
         sizing.specs,
         plan.placement.params,
-        memory.there.params,
+        memory.device.params,
         memory.counters,
         arena=memory.arena,
         swap=memory.swap,
@@ -386,31 +386,31 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     # Last, so that a later process finds all other extents in the same place: the gradients' space varies with free
     # memory.
     grads = undo.enter_context(closing(_hold_gradients(plan, memory)))
-    budgets, critical = memory.there, memory.arena.critical
-    there = None
-    if sizing.there or sizing.may_come:
-        there = DeviceGrads(grads.units, grads.dtype, budgets.grads, device, critical, grads.norms)
+    budgets, critical = memory.device, memory.arena.critical
+    on_device = None
+    if sizing.on_device or sizing.may_come:
+        on_device = DeviceGrads(grads.units, grads.dtype, budgets.grads, device, critical, grads.norms)
     sums = DeviceSums(grads.units, grads.dtype, budgets.sums, device, critical)
-    return _Held(params, grads, there, sums, files, images)
+    return _Held(params, grads, on_device, sums, files, images)
 
 
 def _make_executor(
     plan: _Plan, model: nn.Module, memory: _Memory, states: StateStore, held: _Held, pipeline: UpdatePipeline
 ) -> Executor:
     """Create the executor, with the units' rows, their views, and the cycle of uses."""
-    sizing, params, grads, there = plan.sizing, held.params, held.grads, held.grads_there
-    capacity_bytes = plan.ranks.least(memory.there.params.capacity_bytes)
+    sizing, params, grads = plan.sizing, held.params, held.grads
+    capacity_bytes = plan.ranks.least(memory.device.params.capacity_bytes)
     moving = [spec.offloaded for spec in sizing.specs]
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ModelViews(writable=plan.config.zero.stage < 3)
     layouts = sizing.partition.units
     units = [
-        Unit(layout, each, UnitViews(layout, model, each, views), of_grads, grads, there, of_states)
+        Unit(layout, each, UnitViews(layout, model, each, views), of_grads, grads, held.device_grads, of_states)
         for layout, each, of_grads, of_states in zip(layouts, params.units, grads.units, states.units, strict=True)
     ]
     in_flight = InFlight(params, grads, pipeline, memory.counters)
     sharing = plan.groups.sharing
-    advice = memory.there.advice
+    advice = memory.device.advice
     return Executor(units, views, params, grads, in_flight, pipeline, cycle, memory.counters, advice, sharing)
 
 
@@ -451,14 +451,14 @@ def make_gradients(runtime: Runtime) -> Gradients:
         )
     else:
         source = Direct(units, runtime.parts)
-    streams = runtime.grads.streams or runtime.grads_there is not None
+    streams = runtime.grads.streams or runtime.device_grads is not None
     return Gradients(
         units,
         source,
         runtime.sums,
         runtime.counters,
         runtime.parts,
-        sums_on_device=rules.grads.sums_there,
+        sums_on_device=rules.grads.sums_on_device,
         streams=streams,
     )
 
@@ -468,14 +468,14 @@ def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:
     counts = [sizing.rules.grads.parts(len(unit.params)) for unit in sizing.partition.units]
     store = GradStore(
         sizing.shards.numels,
-        sizing.shards.below,
+        sizing.shards.off_device,
         sizing.grad_dtype,
         memory.arena,
         plan.split.grads_bytes,
         plan.placement.grad_homes,
         memory.counters,
         memory.swap,
-        Norms(sizing.rules.measured_there(sum(counts)), plan.link),
+        Norms(sizing.rules.measured_on_device(sum(counts)), plan.link),
         streams=sizing.rules.grads.stream and not plan.parts.shares,
     )
     for each, first in zip(store.units, accumulate(counts, initial=0), strict=False):

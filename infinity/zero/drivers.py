@@ -116,5 +116,5 @@ class _Pass(LayerMajorPass):
                 for addend in step.gradients.source.complete(unit):
                     step.updates.add(addend)
                 if unit.total.step is not None:
-                    step.updates.final(unit)
-                    step.updates.rest(unit)
+                    step.updates.gradients_final(unit)
+                    step.updates.pause(unit)

@@ -253,7 +253,7 @@ class Executor:
         Args:
             indices: indices of the parameters that the update changes. The running pass may still use the others.
         """
-        self.in_flight.ask(row, segments)
+        self.in_flight.add_due(row, segments)
         self.gathering.changed(row)
         row.views.mark_stale(indices)
         if row.params.is_at_hand():
@@ -266,14 +266,14 @@ class Executor:
         self.write_changed()
         self._params.begin_ahead()
 
-    def speculate(self, row: Unit, segments: tuple[Segment, ...], *, may_leave: bool) -> bool:
+    def speculate(self, row: Unit, segments: tuple[Segment, ...], *, may_drop_grads: bool) -> bool:
         """Submit a speculative update of the tiles that can be rolled back. Return False if there are none.
 
         Args:
-            may_leave: whether the norm of the gradients is computed. Their memory may then be freed, if the engine can
-                reconstruct them for a rollback or for a user.
+            may_drop_grads: whether the norm of the gradients is computed. Their memory may then be freed, if the engine
+                can reconstruct them for a rollback or for a user.
         """
-        before, row.foreseen = row.ahead, Foreseen(segments, may_leave)
+        before, row.foreseen = row.ahead, Foreseen(segments, may_drop_grads)
         try:
             self._do(actions.UpdateForeseen(row))
         finally:
@@ -350,16 +350,16 @@ class Executor:
         self._show_finished()
         return freed
 
-    def gradients_rest(self, row: Unit) -> None:
+    def gradients_pause(self, row: Unit) -> None:
         """Tell the scheduler that the unit's gradients do not change for a while: it may spill early."""
         if row.spills:
-            self._do(actions.GradientsRest())
+            self._do(actions.GradientsPause())
 
     def _spill_returned(self) -> None:
         """If a speculative update has returned gradients, spill the oldest gradients early."""
         if self.in_flight.gradients_returned:
             self.in_flight.gradients_returned = False
-            self._do(actions.GradientsRest())
+            self._do(actions.GradientsPause())
 
     def poll(self) -> None:
         """Poll completions: record finished updates, and use the memory that they have released."""
@@ -388,7 +388,7 @@ class Executor:
         while self.step_is_over and self.in_flight.finished:
             row = self.in_flight.finished.pop()
             # The finished update may be the last step's: if this step's is submitted already, the values are stale.
-            is_stale = row.params.coming is not None or row.is_updating
+            is_stale = row.params.update_upload is not None or row.is_updating
             if not is_stale:
                 self._show_at_rest(row)
 
@@ -431,8 +431,8 @@ class Executor:
         for state in self._scheduler.in_memory:
             self._hide_if_evictable(self.units[state.index])
 
-    def move_states(self, unit: int, *, there: bool) -> None:
-        """Move the unit's optimizer states to the device (`there`), or back. No update may be unfinished.
+    def move_states(self, unit: int, *, to_device: bool) -> None:
+        """Move the unit's optimizer states to the device (`to_device`), or back. No update may be unfinished.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for the states; they stay where they are.
@@ -441,7 +441,7 @@ class Executor:
         refused: torch.OutOfMemoryError | None = None
         with self._params.critical:  # any other error poisons the engine: some tiles have moved, others have not
             try:
-                self._pipeline.move_states(unit, there=there)
+                self._pipeline.move_states(unit, to_device=to_device)
             except torch.OutOfMemoryError as error:
                 refused = error
         if refused is not None:

@@ -22,7 +22,7 @@ import torch
 
 from infinity.config import Config, format_size
 from infinity.memory import Budget, DeviceLevel
-from infinity.schedule.placement import grads_there, that_fit
+from infinity.schedule.placement import device_grads, units_that_fit
 from infinity.zero.build import Runtime
 from infinity.zero.ranks import least_of
 
@@ -36,8 +36,8 @@ def filling_of(runtime: Runtime, config: Config) -> Filling | None:
         return None
     if config.tiering.fill_device == "auto" and runtime.parts.are_several:
         return None  # several ranks could not repeat a batch that ran out of memory
-    assert runtime.grads_there is not None
-    return Filling(runtime, runtime.grads_there.budget, config)
+    assert runtime.device_grads is not None
+    return Filling(runtime, runtime.device_grads.budget, config)
 
 
 class Filling:
@@ -152,7 +152,7 @@ class Filling:
         # would leave the next step no contiguous piece of that size.
         runtime.link.release_cached()
         sizing = runtime.sizing
-        for unit in that_fit(sizing.rules, sizing.shards, sizing.may_come, spare_bytes):
+        for unit in units_that_fit(sizing.rules, sizing.shards, sizing.may_come, spare_bytes):
             if not self._come(unit):
                 break
             runtime.sums.give_up(runtime.grads.units[unit])
@@ -169,14 +169,14 @@ class Filling:
         """Move a unit to the device. If one rank's device has no room, return False; the unit then moves on no rank."""
         executor = self._runtime.executor
         try:
-            executor.move_states(unit, there=True)
+            executor.move_states(unit, to_device=True)
             came = True
         except torch.OutOfMemoryError:
             came = False
         if self._agreed(came):
             return True
         if came:
-            executor.move_states(unit, there=False)
+            executor.move_states(unit, to_device=False)
         return False
 
     def _shrink(self, missing_bytes: int, why: str) -> None:
@@ -194,7 +194,7 @@ class Filling:
         runtime.executor.drain()
         for _ in range(count):
             unit = self.came[-1]
-            runtime.executor.move_states(unit, there=False)
+            runtime.executor.move_states(unit, to_device=False)
             self.came.pop()
             self._count(-runtime.states.units[unit].nbytes)
         _log.warning(
@@ -215,5 +215,5 @@ class Filling:
         else:
             self._states.give(-states_bytes)
         sizing = self._runtime.sizing
-        grads_bytes = grads_there(sizing.rules, sizing.shards, self.came).flowing
+        grads_bytes = device_grads(sizing.rules, sizing.shards, self.came).flowing
         ledger.widen("gradients on the device", self._grads, grads_bytes - self._grads.capacity_bytes)

@@ -135,7 +135,7 @@ class Gradients:
             if self.source.shares:
                 stats[part] = self._counted(unit, part, measured)
         elif measured is not None and not unit.is_updated_on_device:
-            unit.params.final = measured.copy
+            unit.params.download_after = measured.copy
         if is_first:
             for low, high in total.gaps:
                 store.tensor(unit.grads)[low:high] = 0  # kernels process the padding, too

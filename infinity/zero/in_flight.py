@@ -66,10 +66,10 @@ class InFlight:
     def submitted(self) -> list[Unit]:
         return list(self._submitted)
 
-    def ask(self, row: Unit, segments: tuple[Segment, ...]) -> None:
+    def add_due(self, row: Unit, segments: tuple[Segment, ...]) -> None:
         """Set the unit's update of this step; `submit` or `update_on_device` takes it."""
         self._due[row] = None
-        row.ask(segments)
+        row.set_due(segments)
 
     # Into the pipeline #
 
@@ -81,7 +81,7 @@ class InFlight:
         with self._critical:
             segments = self._take_due(row)
             param, grad = self._params.begin_device_change(row.params), row.grads_store.tensor(row.grads)
-            with row.states.changing_there() as fields:
+            with row.states.changing_on_device() as fields:
                 for segment in segments:
                     _update_segment(self._pipeline.layout, segment, param, grad, fields)
             self._params.end_device_change(row.params)
@@ -150,7 +150,7 @@ class InFlight:
         written = params.write_through(ticket) if write else None
         reconstructable = self._pipeline.rollback.can_recover_param(segments, self._grads.dtype)
         self._submitted[row] = None
-        row.submit(ticket, written, keeps=before is not None, reconstructable=reconstructable)
+        row.submit(ticket, written, keeps_grads=before is not None, reconstructable=reconstructable)
         return ticket
 
     def open_host(self, row: Unit) -> None:
@@ -256,12 +256,12 @@ class InFlight:
             self._computed.pop(row, None)
             for move in ticket.missing:  # a withdrawn update has not waited for its inputs
                 move.wait(self._counters)
-            if not row.keeps:
-                self._grads.used(row.grads)
+            if not row.keeps_grads:
+                self._grads.drop_after_update(row.grads)
             elif ticket.recovers:
-                self._grads.left(row.grads)
+                self._grads.drop_reconstructable(row.grads)
             else:
-                self._grads.returned(row.grads)
+                self._grads.keep_after_update(row.grads)
                 self.gradients_returned = True
             self._params.close_host(row.params, changed=ticket.chosen)  # a withdrawn update changes nothing
             if write is not None:

@@ -93,7 +93,7 @@ def _fetch_from_files(runtime: Runtime, unit: UnitLayout) -> None:
         runtime.executor.refresh(runtime.row(unit))
         return
     with runtime.executor.created(runtime.row(unit)):
-        runtime.row(unit).params.copy_in()
+        runtime.row(unit).params.read_image()
 
 
 def _holds(dtype: torch.dtype, values: torch.Tensor) -> bool:

@@ -52,7 +52,7 @@ class Sizing:
 
     Attributes:
         rules: the placement of fields.
-        there: units whose states and gradients are on the device.
+        on_device: units whose states and gradients are on the device.
         specs: flat parameter tensor of each unit.
         grad_dtype: dtype in which gradients are held.
         communication_dtype: dtype in which they are exchanged between ranks.
@@ -66,7 +66,7 @@ class Sizing:
     layout: StateLayout
     schedule: UpdateSchedule
     rules: Rules
-    there: frozenset[int]
+    on_device: frozenset[int]
     specs: tuple[FlatSpec, ...]
     grad_dtype: torch.dtype
     communication_dtype: torch.dtype
@@ -84,7 +84,7 @@ class Sizing:
             tile_bytes=self.layout.tile_bytes,
             grad_dtype=self.grad_dtype,
             standing=self._standing(),
-            there=self.there,
+            on_device=self.on_device,
             blocks=[_block_of(spec, self.partition.blocks) for spec in self.specs],
         )
 
@@ -165,7 +165,7 @@ class Sizing:
         """Size of an undo log for all tiles; 0 if updates are not speculative, or all fields are double-buffered."""
         if self.schedule is not UpdateSchedule.SPECULATIVE or self.keeps_steps:
             return 0
-        return sum(image_bytes(self.layout, numel) for numel in cut_into_tiles(self.shards.below, self.tile_numel))
+        return sum(image_bytes(self.layout, numel) for numel in cut_into_tiles(self.shards.off_device, self.tile_numel))
 
     def host_needs(self) -> MemoryNeeds:
         """Return the minimum and maximum use of host memory."""
@@ -286,18 +286,18 @@ def size_up(
             f'tiering.accumulation is "layer" but the model ({type(model).__name__}) is no sequence of blocks (in an '
             'nn.ModuleList or nn.Sequential, or named by _no_split_modules): set tiering.accumulation to "micro_batch"'
         )
-    there = _there(partition, rules.states.share_there)
+    on_device = _on_device(partition, rules.states.share_on_device)
     grad_dtype = _DTYPES[config.grad_accum_dtype] if accumulates else _held_dtype(config, rules)
     budget_bytes = min(device_bytes, config.tiering.device_memory_bytes or device_bytes)
     free_bytes = budget_bytes - dtype.itemsize * sum(unit.numel for unit in partition.units)
     numels = [unit.trainable_numel for unit in partition.units]
     bytes_per_param = layout.bytes_per_param + grad_dtype.itemsize  # of states and gradients
-    stay = there | rules.first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes)
-    specs = tuple(_flat_spec(unit, dtype, rules, there=unit.index in stay) for unit in partition.units)
+    stay = on_device | rules.first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes)
+    specs = tuple(_flat_spec(unit, dtype, rules, on_device=unit.index in stay) for unit in partition.units)
     if not accumulates and _recovers(layout, grad_dtype):
         ahead = rules.with_grads_recovered(params=can_recover_param(layout))
-        below = sum(numel for unit, numel in enumerate(numels) if unit not in there)
-        slot_bytes = layout.bytes_per_param * below // rules.sharding.count + rules.stored_param_bytes(specs)
+        off_device = sum(numel for unit, numel in enumerate(numels) if unit not in on_device)
+        slot_bytes = layout.bytes_per_param * off_device // rules.sharding.count + rules.stored_param_bytes(specs)
         chosen = may_run_ahead_on_drives(config, ahead, ranks.size, slot_bytes=slot_bytes, drive_bytes=drive_bytes)
         schedule = UpdateSchedule.SPECULATIVE if chosen else schedule
         rules = ahead if schedule is UpdateSchedule.SPECULATIVE else rules
@@ -306,7 +306,7 @@ def size_up(
         layout=layout,
         schedule=schedule,
         rules=rules,
-        there=there,
+        on_device=on_device,
         specs=specs,
         grad_dtype=grad_dtype,
         communication_dtype=_DTYPES[config.communication_data_type],
@@ -317,7 +317,7 @@ def size_up(
     )
 
 
-def _there(partition: Partition, share: float) -> frozenset[int]:
+def _on_device(partition: Partition, share: float) -> frozenset[int]:
     """Return units with at most this share of all states, as close to it as whole units allow."""
     numels = [unit.trainable_numel for unit in partition.units]
     order = promotion_order(numels, first_to_go(partition))
@@ -341,8 +341,8 @@ def _recovers(layout: StateLayout, grad_dtype: torch.dtype) -> bool:
     return (layout.first, layout.second) == (rule.first, rule.second) and can_recover(layout, rule, grad_dtype)
 
 
-def _flat_spec(unit: UnitLayout, dtype: torch.dtype, rules: Rules, *, there: bool) -> FlatSpec:
-    home = rules.param_home(stays=unit.persistent, updated_there=there)
+def _flat_spec(unit: UnitLayout, dtype: torch.dtype, rules: Rules, *, on_device: bool) -> FlatSpec:
+    home = rules.param_home(stays=unit.persistent, updated_on_device=on_device)
     moves, beside = home is not Memory.DEVICE, home is Memory.SHARD
     return FlatSpec(unit.name, unit.numel, unit.trainable_numel, dtype, moves, rules.sharding, unit.runs, beside)
 

@@ -94,7 +94,7 @@ class Speculation:
 
     def _clear(self, row: Unit) -> Ahead:
         """Return the unit's speculative update and clear it: it is accepted, was rolled back, or never ran."""
-        ahead = row.decide()
+        ahead = row.take_ahead()
         self.units.pop(row, None)
         return ahead
 
@@ -144,7 +144,7 @@ class Speculation:
             tiles = self._can_roll_back(row, old_params)
             before = self._pipeline.rollback.keep_before(row.states, tiles, param=old_params is OldParams.IMAGES)
             reconstructs_grads = (
-                foreseen.grads_may_leave
+                foreseen.may_drop_grads
                 and not before
                 and row.spills
                 and tiles == row.states.indices
@@ -169,9 +169,9 @@ class Speculation:
             ahead = self._clear(row)
             if ahead.tiles != row.states.indices:
                 row.begun = ahead.tiles
-                self._in_flight.ask(row, ahead.segments)
+                self._in_flight.add_due(row, ahead.segments)
             elif row.ticket is not None:
-                row.keeps = False
+                row.keeps_grads = False
             else:
                 self._grads.drop(row.grads)
             self._pipeline.rollback.forget_before(ahead.ticket)
@@ -232,9 +232,9 @@ class Speculation:
         held, ahead = row.grads, row.ahead
         assert ahead is not None
         param = param and ahead.old_params is OldParams.STATES
-        if held.is_elsewhere and not grads:
+        if held.needs_reconstruction and not grads:
             self._grads.drop(held)
-        grads = held.is_elsewhere
+        grads = held.needs_reconstruction
         if not grads and not param:
             return
         with self._critical:
@@ -242,7 +242,7 @@ class Speculation:
             with self._changing(row) if param else nullcontext() as flat:
                 self._pipeline.recover(ahead.ticket, grad=buffer, param=flat)
             if grads:
-                self._grads.rest(held)
+                self._grads.pause(held)
                 self._in_flight.gradients_returned = True
 
     def _room_for_grads(self, row: Unit, free_gradients: FreeGradients) -> torch.Tensor:

@@ -710,8 +710,8 @@ class Step(Listener):
         if self.layer_major is not None:
             return  # other micro-batches have not left the unit yet
         if self._open is not None and self._open.last:
-            self.updates.final(unit)
-        self.updates.rest(unit)
+            self.updates.gradients_final(unit)
+        self.updates.pause(unit)
 
     # Contexts and end #
 

@@ -4,9 +4,9 @@
 This step's update may be due while the last step's is still being written home. So `due` and `ticket` are separate
 lifecycles. Each transition is a method that checks the state before it:
 
-    due:        None -> segments (ask) -> None (take_due)
+    due:        None -> segments (set_due) -> None (take_due)
     ticket:     None -> an update in the pipeline (submit) -> None (finish)
-    ahead:      None -> a speculative update (speculate) -> None (decide)
+    ahead:      None -> a speculative update (speculate) -> None (take_ahead)
 
 A unit with a speculative update has no update that is due.
 """
@@ -61,11 +61,11 @@ class Foreseen:
     """The expected update of a unit.
 
     Attributes:
-        grads_may_leave: whether the memory of the gradients may be freed, because only a request would read them again.
+        may_drop_grads: whether the memory of the gradients may be freed, because only a request would read them again.
     """
 
     segments: tuple[Segment, ...]
-    grads_may_leave: bool
+    may_drop_grads: bool
 
 
 @dataclass(slots=True)
@@ -228,19 +228,19 @@ class Unit(UnitState):
         shared: None if this rank has all of the unit.
         begun: tiles that already have the update in `due`.
         write: the move with which the update of `ticket` writes the new parameters home; None if it does not.
-        keeps: whether the gradients of that update may be needed again, because it may be rolled back.
+        keeps_grads: whether the gradients of that update may be needed again, because it may be rolled back.
         foreseen: the expected update, while the scheduler decides whether it may be speculative.
     """
 
     __slots__ = (
         "__weakref__",
+        "_device_grads",
         "_gradients",
         "_store",
-        "_store_there",
         "calls",
         "foreseen",
         "grads",
-        "keeps",
+        "keeps_grads",
         "layout",
         "params",
         "running",
@@ -263,7 +263,7 @@ class Unit(UnitState):
         views: UnitViews,
         grads: UnitGrads,
         store: GradStore,
-        store_there: DeviceGrads | None,
+        device_grads: DeviceGrads | None,
         states: UnitStates,
     ) -> None:
         spec = params.spec
@@ -277,10 +277,10 @@ class Unit(UnitState):
         self.calls = UnitCalls()
         self.shared = Shared(spec) if spec.sharding.count > 1 else None
         self._gradients = grads.host
-        self._store, self._store_there = store, store_there
+        self._store, self._device_grads = store, device_grads
         self.states = states
         self.write: Move | None = None
-        self.keeps = False
+        self.keeps_grads = False
         self.foreseen: Foreseen | None = None
 
     # The row #
@@ -308,16 +308,16 @@ class Unit(UnitState):
     @property
     def grads_store(self) -> GradStore | DeviceGrads:
         """The memory of all units to which this step's gradients go."""
-        there = self._store_there
-        return there if there is not None and self.states.are_there else self._store
+        device_grads = self._device_grads
+        return device_grads if device_grads is not None and self.states.are_on_device else self._store
 
     @property
     def is_updated_on_device(self) -> bool:
-        return self.states.are_there
+        return self.states.are_on_device
 
     # Updates #
 
-    def ask(self, segments: tuple[Segment, ...]) -> None:
+    def set_due(self, segments: tuple[Segment, ...]) -> None:
         """Set this step's update."""
         if self.due is not None or self.ahead is not None:
             self._refuse("an update is asked for")
@@ -331,12 +331,12 @@ class Unit(UnitState):
         self.due = self.begun = None
         return due
 
-    def submit(self, ticket: UpdateTicket, write: Move | None, *, keeps: bool, reconstructable: bool) -> None:
+    def submit(self, ticket: UpdateTicket, write: Move | None, *, keeps_grads: bool, reconstructable: bool) -> None:
         """Record the update in the pipeline; see the attributes."""
         if self.ticket is not None:
             self._refuse("an update is submitted")
         self.is_reconstructable = reconstructable
-        self.write, self.keeps = write, keeps
+        self.write, self.keeps_grads = write, keeps_grads
         self.ticket = ticket
 
     def speculate(self, ahead: Ahead) -> None:
@@ -359,7 +359,7 @@ class Unit(UnitState):
         """The speculative update; None if there is none."""
         return None if self.ahead is None else self.ahead.segments
 
-    def decide(self) -> Ahead:
+    def take_ahead(self) -> Ahead:
         """Return the speculative update and clear it: it is accepted, was rolled back, or never ran."""
         ahead = self.ahead
         if ahead is None:

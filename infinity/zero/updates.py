@@ -149,7 +149,7 @@ class Updates:
             "False, and resume from the last checkpoint"
         )
 
-    def final(self, unit: Unit) -> None:
+    def gradients_final(self, unit: Unit) -> None:
         """Note that the unit's gradients of this step are complete. Do nothing if they come in parts.
 
         Under the `backward` schedule the unit is updated now, or at one of the next calls if the gradients are still on
@@ -176,7 +176,7 @@ class Updates:
     def _run_ahead(self, unit: Unit) -> None:
         """Submit the unit's update speculatively, as if the global norm were known and small."""
         segments = self._segments(unit, 1.0 / self._losses.loss_scale.value)
-        if self._executor.speculate(unit, segments, may_leave=self._gradients.are_measured(unit)):
+        if self._executor.speculate(unit, segments, may_drop_grads=self._gradients.are_measured(unit)):
             self._update_order.append(unit.index)
             unit.running.updated = True
             self._foresight.tried()
@@ -293,15 +293,15 @@ class Updates:
         final = self._schedule is UpdateSchedule.BACKWARD and self._gradients.last_pass and self._early
         if not final or not waiting:
             return False
-        self.final(waiting[-1])  # backward probably reached it first
+        self.gradients_final(waiting[-1])  # backward probably reached it first
         self._update_due(len(self._due))
         self._executor.drain()
         return True
 
-    def rest(self, unit: Unit) -> None:
+    def pause(self, unit: Unit) -> None:
         """Note that the unit's gradients do not change for a while."""
-        unit.grads_store.rest(unit.grads)
-        self._executor.gradients_rest(unit)
+        unit.grads_store.pause(unit.grads)
+        self._executor.gradients_pause(unit)
 
     def held_values(self, unit: Unit) -> torch.Tensor:
         """Return the unit's gradients, to read or to change (`remeasure` follows).
@@ -320,7 +320,7 @@ class Updates:
         """Measure gradients again that were changed from outside."""
         self.held_values(unit)
         self._gradients.remeasure(unit)
-        self.rest(unit)
+        self.pause(unit)
 
     def finish_step(self) -> StepOutcome:
         """Update all remaining units, now or later, once all gradients of the step have come."""

@@ -91,7 +91,7 @@ def start(
         model=frozen(model) if freezes else model, config=config, device=device, process_group=group
     )[0]
     moving = [spec for spec in engine._runtime.sizing.specs if spec.offloaded]
-    there = [spec for spec in moving if spec.beside]
+    there = [spec for spec in moving if spec.has_device_shard]
     assert bool(there) == (group is not None)
     assert (there == moving) == (group is not None and not ratio)
     if not (ratio or ahead):
@@ -213,7 +213,7 @@ def within_the_least(group: dist.ProcessGroup) -> None:
         start(group, device_memory="64KiB")
     least = named_budget(refused.value)
     with start(group, device_memory=least) as engine:
-        shards = sum(spec.shard_nbytes for spec in engine._runtime.sizing.specs if spec.beside)
+        shards = sum(spec.shard_nbytes for spec in engine._runtime.sizing.specs if spec.has_device_shard)
         stays = engine._runtime.device.parts["parameters that stay"].capacity_bytes
         assert shards <= stays < shards + 20_000, "shards are counted, in addition to small parameters"
         for ids in mine(2):
@@ -404,7 +404,7 @@ def _interrupt_an_update() -> None:
             step(engine, data[1])
         with pytest.raises(infinity.InfinityError, match="stopped"):
             engine.save_checkpoint("/nowhere")
-    shards = [unit.beside for unit in engine._runtime.params.units]
+    shards = [unit.device_shard for unit in engine._runtime.params.units]
     assert not any(shard.numel() for shard in shards)
 
 

@@ -58,6 +58,6 @@ def test_parameters_come_down_early_within_a_backward_pass(clipping, schedule, e
         monkeypatch.setattr(AcceleratorLink, "download", noted)
         train_over(engine, batches(3))
         engine._runtime.executor.drain()
-        assert all(each.final is None for each in params.units), "the last pass is over"
+        assert all(each.download_after is None for each in params.units), "the last pass is over"
     assert len(told) >= 3 * len(flat)
     assert set(told) == {early}

@@ -39,7 +39,7 @@ def filled(recipe: Recipe, placement: Placement, **tiering: Any) -> Any:
 
 def there(engine: Any) -> list[int]:
     states = engine._runtime.states
-    return [unit.index for unit in engine._runtime.partition.units if states.units[unit.index].are_there]
+    return [unit.index for unit in engine._runtime.partition.units if states.units[unit.index].are_on_device]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_any_order_of_moving_states_to_the_device_and_back_has_the_same_bits(
             runtime.executor.drain()
             for unit in chance.sample(range(len(runtime.partition.units)), 3):
                 comes = unit not in filling.came
-                runtime.executor.move_states(unit, there=comes)
+                runtime.executor.move_states(unit, to_device=comes)
                 (filling.came.append if comes else filling.came.remove)(unit)
                 filling._count(runtime.states.units[unit].nbytes * (1 if comes else -1))
             assert there(engine) == sorted(filling.came)

@@ -61,7 +61,7 @@ def train_here(case: Shared, speed: str | None) -> tuple[Result, int]:
     losses = []
     model = tiny(seed=rank)  # rank 0's values count
     with infinity.initialize(model=model, config=case.config(), device=device, process_group=group)[0] as engine:
-        assert engine._runtime.states.some_are_there == (speed is not None and case.some_stay)
+        assert engine._runtime.states.some_are_on_device == (speed is not None and case.some_stay)
         for ids in data[rank::size]:
             loss = loss_of(engine, ids.to(engine.device))
             engine.backward(loss)

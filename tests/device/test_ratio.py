@@ -29,7 +29,7 @@ def engine_with(ratio: float, recipe: Recipe, placement: Placement, device: str 
 def parted(engine: Any) -> tuple[int, int]:
     """Trained elements of units that are updated on the device, and of the others."""
     states, units = engine._runtime.states, engine._runtime.partition.units
-    there = sum(unit.trainable_numel for unit in units if states.units[unit.index].are_there)
+    there = sum(unit.trainable_numel for unit in units if states.units[unit.index].are_on_device)
     return there, sum(unit.trainable_numel for unit in units) - there
 
 

@@ -153,7 +153,7 @@ def test_with_an_embedding_that_stays_on_the_device(params, states, clipping, sp
     """After the first step the device updates the embedding, and the updates of the blocks are speculative."""
     monkeypatch.setattr(Foresight, "speculates", True)
     monkeypatch.setattr(on_device, "_WORTH_NUMEL", 1)
-    monkeypatch.setattr(filling, "that_fit", lambda rules, shards, order, spare_bytes: order[:1])
+    monkeypatch.setattr(filling, "units_that_fit", lambda rules, shards, order, spare_bytes: order[:1])
     recipe = Recipe("bf16", 1, middle_norm("gpt2", "bf16", 1) if clipping else 0.0, STEPS)
     placement = Placement(params, states, tmp_path, "64KiB", schedule="auto")
     with (
@@ -161,6 +161,6 @@ def test_with_an_embedding_that_stays_on_the_device(params, states, clipping, sp
         engine_on(target.DEVICE, tiny(), recipe, placement, fill_device="auto") as engine,
     ):
         trained = train_here(engine, recipe)
-        assert engine._runtime.states.units[0].are_there
-        assert not engine._runtime.states.units[1].are_there
+        assert engine._runtime.states.units[0].are_on_device
+        assert not engine._runtime.states.units[1].are_on_device
     assert_same_bits(trained, on_cpu_like(recipe))

@@ -13,7 +13,7 @@ from infinity.schedule.on_device import (
     first_to_stay,
     may_fill,
     promotion_order,
-    share_there,
+    share_on_device,
     why_not_filled,
 )
 
@@ -52,7 +52,7 @@ def test_what_backward_comes_to_last_goes_before_the_rest() -> None:
 def test_the_share_is_what_the_ratio_leaves() -> None:
     def share(stage: int = 2, *, discrete: bool = True, exact: bool = True, ratio: object = 0.25) -> float:
         section = {"stage": stage, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
-        return share_there(load_config({"zero_optimization": section}), discrete=discrete, exact=exact)
+        return share_on_device(load_config({"zero_optimization": section}), discrete=discrete, exact=exact)
 
     assert share() == share(stage=3) == 0.75
     assert share(ratio="auto") == share(ratio=1) == share(discrete=False) == 0

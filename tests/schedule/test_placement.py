@@ -96,8 +96,8 @@ def test_homes_follow_from_stage_section_ranks_and_device(given, expected) -> No
 )
 def test_shards_are_on_the_device_where_it_updates_them(states, exact, params_home, states_home, share) -> None:
     made = rules(3, "none", states, 2, discrete=True, exact=exact)
-    assert (made.params.home, made.states.home, made.states.share_there) == (params_home, states_home, share)
-    homes = [made.param_home(stays=stays, updated_there=there) for stays, there in product((True, False), repeat=2)]
+    assert (made.params.home, made.states.home, made.states.share_on_device) == (params_home, states_home, share)
+    homes = [made.param_home(stays=stays, updated_on_device=there) for stays, there in product((True, False), repeat=2)]
     assert homes == [DEVICE, DEVICE, SHARD, params_home]
 
 
@@ -156,7 +156,7 @@ def with_ahead(made: Rules, numel: int) -> Rules:
 def specs_of(made: Rules, *numels: int) -> list[FlatSpec]:
     moves, beside = made.params.home is not DEVICE, made.params.home is SHARD
     return [
-        FlatSpec(f"u{index}", n, n, torch.bfloat16, moves, made.sharding, beside=beside)
+        FlatSpec(f"u{index}", n, n, torch.bfloat16, moves, made.sharding, has_device_shard=beside)
         for index, n in enumerate(numels)
     ]
 
@@ -251,7 +251,7 @@ def test_replicas_add_up_once_a_step_as_far_as_sums_have_room() -> None:
     assert summed_once(once, shards, 140) == {0: 20, 2: 80, 3: 40}
     assert summed_once(once, shards, 139) == {0: 20, 2: 80}
     assert summed_once(once, shards, 79) == {0: 20, 3: 40}
-    assert summed_once(once, replace(shards, there=frozenset((0, 2, 3))), 140) == {0: 20, 2: 80, 3: 40}
+    assert summed_once(once, replace(shards, on_device=frozenset((0, 2, 3))), 140) == {0: 20, 2: 80, 3: 40}
     assert summed_once(rules(3, ranks=4, steps=2), shards, 140) == {}, "all ranks share"
 
 
@@ -287,7 +287,7 @@ def test_gradients_that_stand_never_spill() -> None:
 def test_units_stay_in_memory_with_their_gradients(numels, there, states_bytes, flowing) -> None:
     there = frozenset(unit for unit in there if unit < len(numels))
     shards = Shards(numels, 16, lambda numel: 10 * numel, torch.bfloat16, (), there)
-    assume(any(shards.below))
+    assume(any(shards.off_device))
     split = MemorySplit(0, max(shards.grad_sizes) + flowing, states_bytes, 0)
     homes, stay = place_units(shards, split)
     tiles = iter(stay)

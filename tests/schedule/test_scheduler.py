@@ -24,7 +24,7 @@ from infinity.schedule.actions import (
     Evict,
     Fetch,
     GradientsNeedRoom,
-    GradientsRest,
+    GradientsPause,
     MemoryFreed,
     OldParametersNeeded,
     ParametersNeeded,
@@ -167,7 +167,7 @@ class World:
             self.have_slot(index)
             if self.slots:
                 unit.gradients = State.VALID
-                self.on(GradientsRest())
+                self.on(GradientsPause())
             unit.due = True
             self.on(UpdateDue(unit))
         unit.pins -= 1

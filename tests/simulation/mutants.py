@@ -499,7 +499,7 @@ def _updates_stay_there(original: Any, self: Any, tile: Any) -> Any:
         return original(self, tile)
     tile.lease = tile.own
     tile.set_home(Memory.HOST)
-    tile.take_back(Memory.HOST)
+    tile.roll_back(Memory.HOST)
     tile.own = None
     return None
 

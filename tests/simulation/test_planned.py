@@ -132,7 +132,7 @@ def test_options_that_make_no_sense_say_so(tmp_path: Path, capsys) -> None:
 
 def test_units_that_the_simulation_does_not_know_are_refused(tmp_path: Path) -> None:
     plan, _ = planned(ALL["tight"], tmp_path)
-    specs = tuple(replace(spec, beside=True) for spec in plan.sizing.specs)
+    specs = tuple(replace(spec, has_device_shard=True) for spec in plan.sizing.specs)
     plan = replace(plan, sizing=replace(plan.sizing, specs=specs))
     with pytest.raises(ConfigError, match="cannot be simulated"):
         planned_of(plan, load_config(config_of(ALL["tight"], tmp_path, LARGE)))

@@ -131,7 +131,7 @@ class Machine:
         self.values: dict[int, Bytes] = {}
         self.moves: list[Move] = []
         self.writer: Writer | None = None
-        self.is_elsewhere = False
+        self.needs_reconstruction = False
         self.is_lost = False  # used for the last time, or half written
         place = Memory.FILE if Memory.FILE in layout else pick_from(layout, first)
         self.field.begin_write(place)
@@ -170,7 +170,7 @@ class Machine:
 
     def gather(self, pick: int) -> None:
         """The newest value comes from outside of the field."""
-        if self.is_elsewhere and not self.is_lost:
+        if self.needs_reconstruction and not self.is_lost:
             target, version = pick_from(self.layout, pick), self.field.version
             transfer = FakeTransfer(self.held, self.values[version], None, target, fails=pick % 3 == 0)
             self.begin_move(None, target, transfer, version)
@@ -179,7 +179,7 @@ class Machine:
         if self.writer is None and not self.is_lost:
             self.field.invalidate()
             self.values[self.field.version] = Bytes(f"version {self.field.version} of elsewhere")
-            self.is_elsewhere = True
+            self.needs_reconstruction = True
 
     def begin_move(self, source: Memory | None, target: Memory, transfer: FakeTransfer, at: int | None) -> None:
         moves: list[Move] = []
@@ -262,7 +262,7 @@ class Machine:
             self.writer = None
             self.field.end_write(writer.memory)
             self.values[self.field.version] = writer.value
-            self.is_lost = self.is_elsewhere = False
+            self.is_lost = self.needs_reconstruction = False
 
     def leave_alone(self, pick: int) -> None:
         """Who was to change a copy ends without: what fills it must have come by then."""
@@ -282,7 +282,7 @@ class Machine:
         if allowed:
             self.writer = None
             self.values[self.field.version] = self.held[writer.memory]
-            self.is_elsewhere = False
+            self.needs_reconstruction = False
 
     def fail_write(self, pick: int) -> None:
         writer, self.writer = self.writer, None
@@ -329,15 +329,15 @@ class Machine:
                 if self.field.state(memory) is State.ABSENT:
                     self.is_free(memory)
 
-    def take_back(self, pick: int) -> None:
+    def roll_back(self, pick: int) -> None:
         """What was there before the last change is in the drive's other slot."""
         if Memory.NVME not in self.layout or self.is_lost:
             return
-        if self.is_allowed(self.field.take_back, Memory.NVME):
+        if self.is_allowed(self.field.roll_back, Memory.NVME):
             assert self.writer is None, "what somebody changes is taken back"
             self.assert_untouched(Memory.NVME)
             self.held[Memory.NVME] = self.values[self.field.version] = Bytes(f"version {self.field.version}, as before")
-            self.is_elsewhere = False
+            self.needs_reconstruction = False
 
     # What is always so #
 
@@ -349,7 +349,7 @@ class Machine:
                 assert self.held[memory] is value, f"{memory.name} has not version {copy.version}"
         newest = self.newest()
         assert newest is None or newest.version == self.field.version
-        if not self.is_lost and not self.is_elsewhere and self.writer is None:
+        if not self.is_lost and not self.needs_reconstruction and self.writer is None:
             assert self.values[self.field.version] in self.kept(), "the newest value is lost"
         assert self.held.get(Memory.FILE) is self.file, "a file of somebody else is written"
 
@@ -365,7 +365,7 @@ class Machine:
         while self.moves:
             self.finish(0)
             self.check()
-        if self.is_lost or self.is_elsewhere:
+        if self.is_lost or self.needs_reconstruction:
             return
         for memory in self.layout:
             self.field.gone(memory)

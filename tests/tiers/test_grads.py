@@ -20,7 +20,7 @@ from infinity.schedule.actions import (
     AwaitSpill,
     Event,
     GradientsNeedRoom,
-    GradientsRest,
+    GradientsPause,
     Spill,
 )
 from infinity.schedule.scheduler import Scheduler
@@ -141,8 +141,8 @@ def decide(store: GradStore, event: Event) -> bool:
 
 
 def rest(store: GradStore, unit: int) -> None:
-    store.rest(store.units[unit])
-    decide(store, GradientsRest())
+    store.pause(store.units[unit])
+    decide(store, GradientsPause())
 
 
 def spilling(swap: LateSwap, slots: int) -> GradStore:
@@ -197,7 +197,7 @@ def test_any_order_of_adding_resting_spilling_and_using_keeps_every_sum(data: st
             for move in moves:
                 move.transfer.result()
             assert torch.all(tensor == value)
-            store.used(store.units[unit])
+            store.drop_after_update(store.units[unit])
         elif action == "drop" and unit in sums:
             store.drop(store.units[unit])
             del sums[unit]
@@ -205,7 +205,7 @@ def test_any_order_of_adding_resting_spilling_and_using_keeps_every_sum(data: st
             swap.moving.pop(data.draw(st.integers(0, len(swap.moving) - 1))).finish()
         assert {unit for unit in range(UNITS) if store.holds(store.units[unit])} == set(sums)
     for unit in lent:
-        store.used(store.units[unit])
+        store.drop_after_update(store.units[unit])
     for unit, value in sums.items():
         add(store, unit, 1)
         tensor = store.open(store.units[unit])
@@ -278,16 +278,16 @@ def test_gradients_that_stream_wait_for_the_update_of_the_last_ones() -> None:
         Norms(1, link),
     )
     assert store.receive(store.units[0], 0, torch.ones(UNIT), 0) is not None
-    store.rest(store.units[0])
+    store.pause(store.units[0])
     store.take_for_update(store.units[0])
     assert store.can_receive(store.units[0])
     assert store.receive(store.units[0], 0, torch.full((UNIT,), 2.0), 0) is None
-    store.used(store.units[0])
+    store.drop_after_update(store.units[0])
     assert store.receive(store.units[0], 0, torch.full((UNIT,), 2.0), 0) is not None
-    store.rest(store.units[0])
+    store.pause(store.units[0])
     tensor, moves = store.take_for_update(store.units[0])
     for move in moves:
         move.transfer.result()
     assert torch.all(tensor == 2)
-    store.used(store.units[0])
+    store.drop_after_update(store.units[0])
     store.close()

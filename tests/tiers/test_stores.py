@@ -50,7 +50,7 @@ def test_two_equal_units_share_the_room_of_two() -> None:
         assert store.open(store.units[unit]) is not None
     assert store.open(store.units[1]) is None
     store.take_for_update(store.units[3])
-    store.used(store.units[3])
+    store.drop_after_update(store.units[3])
     assert store.open(store.units[1]) is not None
     store.drop(store.units[2])
     assert store.open(store.units[0]) is not None

@@ -188,7 +188,7 @@ class Trainer:
             executor=executor,
             row=lambda unit: unit,
             pipeline=self.pipeline,
-            states=SimpleNamespace(some_are_there=False),
+            states=SimpleNamespace(some_are_on_device=False),
             counters=SimpleNamespace(aside=lambda what: nullcontext()),
             arena=SimpleNamespace(critical=nullcontext()),
             parts=SimpleNamespace(ranks=ALONE),
