@@ -66,7 +66,7 @@ def seen(monkeypatch) -> list[str]:
 def gradients(monkeypatch) -> Counter[str]:
     """How many units' gradients were left to their updates, and how many a rollback reconstructed."""
     told: Counter[str] = Counter()
-    left, restore = GradStore.left, GradStore.restore
+    left, restore = GradStore.drop_reconstructable, GradStore.restore
 
     def leave(self: GradStore, each: UnitGrads) -> None:
         told["left"] += 1
@@ -77,7 +77,7 @@ def gradients(monkeypatch) -> Counter[str]:
         told["restored"] += buffer is not None
         return buffer
 
-    monkeypatch.setattr(GradStore, "left", leave)
+    monkeypatch.setattr(GradStore, "drop_reconstructable", leave)
     monkeypatch.setattr(GradStore, "restore", come_back)
     return told
 

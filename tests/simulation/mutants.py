@@ -624,7 +624,7 @@ def _streams_into_used(original: Any, self: GradStore, each: UnitGrads, *gradien
         each.host.pins += pins
 
 
-@_mutant("gradients stay after their update", GradStore, "used")
+@_mutant("gradients stay after their update", GradStore, "drop_after_update")
 def _gradients_stay(self: GradStore, each: UnitGrads) -> None:
     each.field.unpin(Memory.HOST)
 
