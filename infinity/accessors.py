@@ -140,7 +140,7 @@ class Accessors:
         step, row = self._step, self._runtime.row(place.unit)
         if place.index in row.total.present:  # another part of it is reduced already
             step.gradients.check_reduced()
-        found = step.gradients.source.look(row, place.index, of_all=step.counter.synchronises)
+        found = step.gradients.source.collected_gradient(row, place.index, of_all=step.counter.synchronises)
         return found if found is None or step.counter.synchronises else found * step.losses.ranks_count
 
     def held_gradients(self, place: Place, what: str) -> torch.Tensor | None:

@@ -41,7 +41,7 @@ class FrozenShards:
         for unit in units_to_write(runtime):
             shard = Shard(unit, runtime, (False,), _LABEL)
             row = runtime.row(unit)
-            row.views.look()  # values that `param.data = values` has set are in memory before the thread reads it
+            row.views.check()  # values that `param.data = values` has set are in memory before the thread reads it
             read = None if shard.is_empty else row.params.frozen_reader()
             if read is not None:
                 self._apart.append((shard, read))

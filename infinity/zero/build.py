@@ -54,7 +54,7 @@ from infinity.zero.in_flight import InFlight
 from infinity.zero.model_parts import ModelParts
 from infinity.zero.partition import Partition, UnitLayout
 from infinity.zero.ranks import Ranks, is_first_process, least_of, ranks_on_this_machine
-from infinity.zero.reduction import Direct, Journey, Reduction
+from infinity.zero.reduction import Direct, Reduction, ReductionRules
 from infinity.zero.sizing import Sizing, size_up
 from infinity.zero.unit import Unit
 from infinity.zero.updates import UpdateSchedule
@@ -429,7 +429,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
     source: Direct | Reduction
     if rules.grads.reduces:  # only one of them is created, because each writes into the rows of the units
         sizing = runtime.sizing
-        journey = Journey(
+        reduction_rules = ReductionRules(
             rules.sharding,
             rules.grads.reduces_every_pass,
             sizing.collect_dtype,
@@ -443,7 +443,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
         source = Reduction(
             units,
             runtime.groups,
-            journey,
+            reduction_rules,
             partition.shared,
             device,
             runtime.counters,

@@ -481,7 +481,7 @@ class Executor:
     def resident(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield this rank's shard of the unit in host memory, up to date and read only, while the context lasts."""
         self.roll_back(row)
-        row.views.look()  # values that `param.data = values` has set
+        row.views.check()  # values that `param.data = values` has set
         row.params.pin()
         try:
             self._do(actions.ParametersNeeded(row))

@@ -134,8 +134,8 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._units = units
         self._calls: list[_Call] = []
-        self._of_thread = _OfThread()
-        self._begun = _Begun(listener)
+        self._thread_calls = _ThreadCalls()
+        self._begun = _BegunCalls(listener)
         self._alone = alone
         self._trained: list[tuple[nn.Parameter, int]] = []  # and the key of its hook
         self._trained_ids: set[int] = set()
@@ -197,7 +197,7 @@ class Hooks:
     @property
     def _running(self) -> list[_Call]:
         """Calls of watched modules, outermost first; a coroutine has its own list."""
-        return self._calls if this_thread.coroutine is None else self._of_thread.calls
+        return self._calls if this_thread.coroutine is None else self._thread_calls.calls
 
     def end_backward(self) -> None:
         """End all calls of this backward pass, and of failed autograd passes."""
@@ -391,7 +391,7 @@ def _may_be_repeated() -> bool:
     return hooks is not None and not hooks[0].__module__.startswith("infinity.")
 
 
-class _OfThread(threading.local):
+class _ThreadCalls(threading.local):
     """The calls of a thread that runs one coroutine."""
 
     def __init__(self) -> None:
@@ -433,7 +433,7 @@ class _Call:
         claims: whether the call's thread holds the model until the call ends.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], followed: Sequence[Unit], begun: _Begun) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit], followed: Sequence[Unit], begun: _BegunCalls) -> None:
         self.module = module
         self.units = list(units)
         self.followed = list(followed)
@@ -471,7 +471,7 @@ class _Call:
         self._begun.begin(self, node)
 
 
-class _Begun:
+class _BegunCalls:
     """Calls whose backward has begun and is not over.
 
     Attributes:

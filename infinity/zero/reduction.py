@@ -93,7 +93,7 @@ class Direct:
     def clear(self) -> None:
         """Do nothing: no gradients are collected."""
 
-    def look(self, unit: Unit, index: int, *, of_all: bool) -> torch.Tensor | None:
+    def collected_gradient(self, unit: Unit, index: int, *, of_all: bool) -> torch.Tensor | None:
         return None
 
     def measured(self, unit: UnitLayout, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
@@ -104,8 +104,8 @@ class Direct:
 
 
 @dataclass(frozen=True)
-class Journey:
-    """How this rank's gradients reach all ranks.
+class ReductionRules:
+    """How gradients are summed over the ranks.
 
     Attributes:
         every_pass: reduce in every backward pass, not only in the last of a step.
@@ -124,7 +124,7 @@ class Journey:
     streams: bool = False
 
 
-class _Reduction(NamedTuple):
+class _PendingReduction(NamedTuple):
     """A reduction in flight; `shard` will be this rank's slice of the sum.
 
     Attributes:
@@ -166,7 +166,7 @@ class Reduction:
         self,
         units: Sequence[Unit],
         groups: Groups,
-        journey: Journey,
+        rules: ReductionRules,
         shared: Container[int],
         device: torch.device,
         counters: Counters,
@@ -180,16 +180,16 @@ class Reduction:
             stop = self._count + len(unit.layout.params)
             unit.total.flags, self._count = slice(self._count, stop), stop
             unit.total.early = unit.layout.trainable_numel > 0 and unit.index not in shared
-        self._journey = journey
-        self.flags_late = not journey.flags_early
+        self._rules = rules
+        self.flags_late = not rules.flags_early
         self._device = device
-        self._scratch = scratch_on(device, read_late=journey.streams)
+        self._scratch = scratch_on(device, read_late=rules.streams)
         self._counters = counters
         self._parts = parts
         self.shares = bool(parts.shares)
         self._reduces = False  # in the running backward pass
-        self._scattering: _Reduction | None = None
-        self._averaging: _Reduction | None = None
+        self._scattering: _PendingReduction | None = None
+        self._averaging: _PendingReduction | None = None
         self._present = self._no_flags()
         self._used: set[Unit] = set()  # units with a gradient on some rank
         self._order = ReductionOrder(reversed([unit for unit in units if unit.total.early]))
@@ -236,7 +236,7 @@ class Reduction:
         return None
 
     def _empty(self, unit: UnitLayout) -> Collected:
-        return Collected(self._scratch.take(unit.trainable_numel, self._journey.collect_dtype))
+        return Collected(self._scratch.take(unit.trainable_numel, self._rules.collect_dtype))
 
     def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
         """Begin a backward pass; `last` is whether it is the last one of a step.
@@ -244,7 +244,7 @@ class Reduction:
         Args:
             uses: the unit of each call in its forward on this rank, in order; None if unknown.
         """
-        self._reduces = last or self._journey.every_pass
+        self._reduces = last or self._rules.every_pass
         self._last = last
         self._present = self._no_flags()
         calls = Counter(uses or ())
@@ -278,7 +278,7 @@ class Reduction:
         # Do not wait for these, because other ranks may never answer. A collective that still writes keeps its memory.
         self._scattering = self._averaging = None
 
-    def look(self, unit: Unit, index: int, *, of_all: bool) -> torch.Tensor | None:
+    def collected_gradient(self, unit: Unit, index: int, *, of_all: bool) -> torch.Tensor | None:
         """Return a copy, flat and in float32, of a parameter's collected gradient; None if there is none.
 
         Args:
@@ -293,11 +293,11 @@ class Reduction:
         here = mine is not None or (partial is not None and index in partial.present)
         if not self.groups.all.any(here):
             return None
-        total = torch.zeros(place.numel, dtype=self._journey.dtype, device=self._device)
+        total = torch.zeros(place.numel, dtype=self._rules.dtype, device=self._device)
         if mine is not None:
             total.copy_(mine)
         if partial is not None:
-            for part in unit.layout.parts(self._journey.sharding, of=place):
+            for part in unit.layout.parts(self._rules.sharding, of=place):
                 total[part.param] += partial.values[part.shard]
         self.groups.all.all_reduce(total, unit.layout.name).wait()
         return total.float()
@@ -391,7 +391,7 @@ class Reduction:
 
     def _reduce(self, unit: Unit) -> Iterator[Addend]:
         """Start to reduce a unit, after the one before it is added."""
-        total, layout, journey = unit.total, unit.layout, self._journey
+        total, layout, rules = unit.total, unit.layout, self._rules
         numel = layout.trainable_numel
         if not self._reduces or not numel:
             return
@@ -401,8 +401,8 @@ class Reduction:
         whole = collected.loan
         for start, stop in gaps(layout, collected.present):
             whole.tensor[start:stop] = 0
-        if whole.tensor.dtype is not journey.dtype:
-            whole = self._scratch.take(numel, journey.dtype)
+        if whole.tensor.dtype is not rules.dtype:
+            whole = self._scratch.take(numel, rules.dtype)
             whole.tensor.copy_(collected.loan.tensor)
             self._scratch.give(collected.loan)
         partial = total.partial if stays else total.held
@@ -411,17 +411,17 @@ class Reduction:
         elif partial is not None:
             partial.held = False  # this reduction completes it
         own = None
-        if journey.sharding.count == 1:
+        if rules.sharding.count == 1:
             sums = self.groups.replicas.all_reduce(whole.tensor, layout.name)
         else:
-            own = self._scratch.take(numel // journey.sharding.count, journey.dtype)
+            own = self._scratch.take(numel // rules.sharding.count, rules.dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, layout.name)
         # The flags are sent after the sums, because the sums detect a rank that is at another unit.
         present, flags = (None, ()) if stays else self._send_flags(unit, indices)
         if own is None:
-            self._averaging = _Reduction(unit, None, whole, present, (*flags, sums))
+            self._averaging = _PendingReduction(unit, None, whole, present, (*flags, sums))
         else:
-            self._scattering = _Reduction(unit, whole, own, present, (*flags, sums), partial, stays)
+            self._scattering = _PendingReduction(unit, whole, own, present, (*flags, sums), partial, stays)
 
     def _send_flags(self, unit: Unit, indices: set[int]) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
         """Return which parameters have a gradient on this rank and, after the pending exchange, on some rank."""
@@ -461,12 +461,12 @@ class Reduction:
         if complete is not None:
             yield from self._complete(complete)
 
-    def _wait_for(self, reduction: _Reduction) -> None:
+    def _wait_for(self, reduction: _PendingReduction) -> None:
         with self.agreeing():
             for pending in reduction.pending:
                 pending.wait()
 
-    def _complete(self, reduction: _Reduction) -> Iterator[Addend]:
+    def _complete(self, reduction: _PendingReduction) -> Iterator[Addend]:
         """Yield a sum over all ranks."""
         self._wait_for(reduction)
         here: set[int] = set()
@@ -483,7 +483,7 @@ class Reduction:
     def measured(self, unit: UnitLayout, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
         """Subtract the squares of parameters that other parts of the model hold, too, according to their share."""
         elsewhere = 0.0
-        for here in unit.parts(self._journey.sharding):
+        for here in unit.parts(self._rules.sharding):
             share = self._parts.share(here.info.name)
             if share < 1 and here.info.trainable:
                 elsewhere += (1 - share) * float(values[here.shard].double().square().sum())

@@ -110,7 +110,7 @@ class UnitViews:
         self._shown = None
         self._lies = [None] * len(self._lies)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check where the unit's parameters point, see [Note: parameters that lie elsewhere].
 
         Raises:
@@ -199,7 +199,7 @@ class UnitViews:
 
     def _hide(self, indices: Sequence[int]) -> None:
         if self._shown is not False:
-            self.look()
+            self.check()
             self._set(indices, self._nothing())
             self._shown = None
 
@@ -238,7 +238,7 @@ class UnitViews:
         return sums is not None and not torch.equal(_sums(self.values(index)), sums)
 
     def show(self) -> None:
-        self.look()
+        self.check()
         if self._shown:
             return
         self._set(range(len(self._infos)), self._views or self._make_views())
@@ -247,7 +247,7 @@ class UnitViews:
         self._shown = True
 
     def hide(self) -> None:
-        self.look()
+        self.check()
         if self._shown is False:
             return
         self._set(range(len(self._infos)), self._nothing())

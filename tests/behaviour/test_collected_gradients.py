@@ -17,7 +17,7 @@ from infinity.tiers import WHOLE, Sharding
 from infinity.zero.groups import Groups
 from infinity.zero.partition import ParamInfo, UnitLayout
 from infinity.zero.ranks import ALONE, Path, Ranks
-from infinity.zero.reduction import Addend, Journey, Reduction
+from infinity.zero.reduction import Addend, Reduction, ReductionRules
 from infinity.zero.unit import Unit, UnitPass, UnitTotal
 
 NUMELS = [256, 64, 128, 64, 512, 64]  # the last is used by several modules
@@ -128,8 +128,8 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
     meter = Meter()
     monkeypatch.setattr(scratch, "stable_memory", meter.make)
     units = [unit(index, numel) for index, numel in enumerate(NUMELS)]
-    journey = Journey(sharding, every_pass, collect, travel, flags_early=every_pass)
-    source = Reduction(units, groups(sharding, replicas), journey, {SHARED}, torch.device("cpu"), Counters())
+    rules = ReductionRules(sharding, every_pass, collect, travel, flags_early=every_pass)
+    source = Reduction(units, groups(sharding, replicas), rules, {SHARED}, torch.device("cpu"), Counters())
     grads = SimpleNamespace(reduces=True, collects_all=not every_pass, stream=False)
     rules = cast(Rules, SimpleNamespace(sharding=sharding, replicas=replicas, grads=grads))
     most_bytes = collecting_bytes(rules, NUMELS, {SHARED}, collect, travel, collect)
@@ -148,10 +148,10 @@ def test_what_is_collected_stays_within_its_bytes(collect, travel, sharding, rep
 
 def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills() -> None:
     units = [unit(0, 64), unit(1, 64)]
-    journey = Journey(
+    rules = ReductionRules(
         Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, flags_early=True
     )
-    source = Reduction(units, groups(Sharding(0, 2), 1), journey, (), torch.device("cpu"), Counters())
+    source = Reduction(units, groups(Sharding(0, 2), 1), rules, (), torch.device("cpu"), Counters())
     source.begin_pass(last=True, uses=[1, 0])
     for parameter in range(2):
         source.take(units[0], parameter, torch.ones(32))
@@ -170,10 +170,10 @@ def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills(
 def test_a_frozen_unit_has_no_part_in_the_order() -> None:
     """Else the ranks would exchange an order after every pass."""
     units = [unit(0, 64), unit(1, 64, trained=False)]
-    journey = Journey(
+    rules = ReductionRules(
         Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, flags_early=True
     )
-    source = Reduction(units, groups(Sharding(0, 2), 1), journey, (), torch.device("cpu"), Counters())
+    source = Reduction(units, groups(Sharding(0, 2), 1), rules, (), torch.device("cpu"), Counters())
     source.begin_pass(last=True, uses=[0, 1])
     assert list(source.leave(units[1])) == []
     source.take(units[0], 0, torch.ones(32))
