@@ -1,4 +1,4 @@
-"""Counts where code asks for the placement again that `schedule/placement.py` has resolved once.
+"""Counts where code asks for the placement again that `schedule/rules.py` has resolved once.
 
     python tools/count_placement_branches.py [--most N] [--lines]
 

@@ -17,7 +17,7 @@ from infinity.optim import formats
 from infinity.optim.formats import SHARD_ALIGN, state_layout
 from infinity.optim.pipeline import MOST_SLOTS, UpdatePipeline
 from infinity.optim.ticket import Segment, UpdateTicket
-from infinity.schedule.placement import cut_into_tiles
+from infinity.schedule.needs import cut_into_tiles
 from infinity.telemetry import Counters
 from infinity.tiers import Memory
 from infinity.tiers.state_layout import StateLayout

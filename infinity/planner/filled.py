@@ -12,8 +12,9 @@ from infinity.config import Config
 from infinity.planner.traffic import traffic_of
 from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Work
+from infinity.schedule.needs import units_that_fit
 from infinity.schedule.on_device import why_not_filled
-from infinity.schedule.placement import Placement, units_that_fit
+from infinity.schedule.placement import Placement
 from infinity.tiers import Memory
 from infinity.zero.partition import PERSISTENT
 from infinity.zero.sizing import is_exact

@@ -16,7 +16,7 @@ from infinity.planner.traffic import fetched, written
 from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Pass, Work
 from infinity.schedule import Plan
-from infinity.schedule.placement import cut_into_tiles
+from infinity.schedule.needs import cut_into_tiles
 from infinity.tiers import Memory
 from infinity.zero.updates import UpdateSchedule
 

@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from infinity.schedule import Plan
-from infinity.schedule.placement import Placement, summed_once
+from infinity.schedule.needs import summed_once
+from infinity.schedule.placement import Placement
 from infinity.schedule.scheduler import spilled_ahead
 from infinity.tiers import Memory
 from infinity.zero.sizing import Sizing

@@ -15,7 +15,7 @@ import torch
 from infinity.kernels import scratch_bytes
 from infinity.memory import Budget, DeviceLevel
 from infinity.memory.budget import Ledger
-from infinity.schedule.placement import Shards
+from infinity.schedule.needs import Shards
 from infinity.simulation.clock import Clock, Operation, Transfer
 from infinity.simulation.invariants import violate
 from infinity.tiers import Memory

@@ -14,7 +14,7 @@ from infinity.config import Config, format_size, size_to_set
 from infinity.errors import CapacityError
 from infinity.memory import Budget, Ledger, available_memory_bytes
 from infinity.schedule import MemoryNeeds, MemorySplit, alone
-from infinity.schedule.placement import room_advice
+from infinity.schedule.needs import room_advice
 from infinity.tiers.swap_file import remove_stale
 from infinity.zero.ranks import ALONE, Ranks, least_of, ranks_on_this_machine
 from infinity.zero.sizing import Sizing

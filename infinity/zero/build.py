@@ -21,8 +21,9 @@ from infinity.memory import Arena, Lease, Ledger, Level
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.undo_log import UndoLog
 from infinity.schedule import Cycle, MemorySplit, split_memory
+from infinity.schedule.needs import summed_once
 from infinity.schedule.on_device import addresses_stay
-from infinity.schedule.placement import Placement, place, summed_once
+from infinity.schedule.placement import Placement, place
 from infinity.telemetry import Counters, Monitor, Timeline
 from infinity.tiers import (
     ActivationFiles,

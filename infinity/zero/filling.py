@@ -22,7 +22,7 @@ import torch
 
 from infinity.config import Config, format_size
 from infinity.memory import Budget, DeviceLevel
-from infinity.schedule.placement import device_grads, units_that_fit
+from infinity.schedule.needs import device_grads, units_that_fit
 from infinity.zero.build import Runtime
 from infinity.zero.ranks import least_of
 

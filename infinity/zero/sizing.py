@@ -17,22 +17,19 @@ from infinity.optim.formats import SHARD_ALIGN, can_recover, can_recover_param, 
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.optim.undo_log import image_bytes
 from infinity.schedule import MemoryNeeds
-from infinity.schedule.on_device import as_far_as_fits, promotion_order
-from infinity.schedule.placement import (
+from infinity.schedule.needs import (
     DeviceShare,
     ParamBytes,
-    Rules,
     Shards,
     collecting_bytes,
     cut_into_tiles,
     device_share,
     host_needs,
     may_come,
-    may_run_ahead,
-    may_run_ahead_on_drives,
     param_bytes,
-    rules_of,
 )
+from infinity.schedule.on_device import as_far_as_fits, promotion_order
+from infinity.schedule.rules import Rules, may_run_ahead, may_run_ahead_on_drives, rules_of
 from infinity.tiers import FlatSpec, Memory, StoredTensor
 from infinity.tiers.state_layout import StateLayout
 from infinity.zero.leaf_modules import called_leaves

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from infinity.memory import StableMemory, scratch, stable_memory
-from infinity.schedule.placement import Rules, collecting_bytes
+from infinity.schedule.needs import collecting_bytes
+from infinity.schedule.rules import Rules
 from infinity.telemetry import Counters
 from infinity.tiers import WHOLE, Sharding
 from infinity.zero.groups import Groups

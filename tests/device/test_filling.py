@@ -15,7 +15,7 @@ import torch
 import infinity
 from infinity import ConfigError
 from infinity.schedule import on_device
-from infinity.schedule import placement as placement_module
+from infinity.schedule import rules as rules_module
 from infinity.zero.filling import Filling
 from infinity.zero.foresight import Foresight
 from infinity.zero.speculation import Speculation
@@ -63,7 +63,7 @@ def test_any_order_of_moving_states_to_the_device_and_back_has_the_same_bits(
 
     With `SOMETIMES` the updates in host memory are speculative, and some are rolled back.
     """
-    monkeypatch.setattr(placement_module, "_DEVICE_TILE_BYTES", 0)  # several tiles a unit
+    monkeypatch.setattr(rules_module, "_DEVICE_TILE_BYTES", 0)  # several tiles a unit
     ahead: list[int] = []
     if recipe.clipping == SOMETIMES:
         recipe = replace(recipe, clipping=middle_norm("gpt2", recipe.precision, recipe.accumulation))

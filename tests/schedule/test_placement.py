@@ -13,20 +13,9 @@ from hypothesis import strategies as st
 
 from infinity.config import load_config
 from infinity.schedule import MemorySplit
-from infinity.schedule.placement import (
-    Rules,
-    Shards,
-    Share,
-    collecting_bytes,
-    cut_into_tiles,
-    param_bytes,
-    place,
-    place_gradients,
-    place_units,
-    resident_tiles,
-    rules_of,
-    summed_once,
-)
+from infinity.schedule.needs import Shards, Share, collecting_bytes, cut_into_tiles, param_bytes, summed_once
+from infinity.schedule.placement import place, place_gradients, place_units, resident_tiles
+from infinity.schedule.rules import Rules, rules_of
 from infinity.tiers import WHOLE, FlatSpec, Memory, Sharding
 
 DEVICE, SHARD, HOST, NVME = Memory.DEVICE, Memory.SHARD, Memory.HOST, Memory.NVME
