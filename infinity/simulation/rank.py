@@ -99,8 +99,8 @@ class Rank(Performer):
         for row in self.rows:
             moving_bytes = row.nbytes if row.offloaded else 0
             spec: Any = SimpleNamespace(name=row.name, nbytes=row.nbytes, moving_bytes=moving_bytes, pieces=())
-            pin, unpin = partial(self._pin, row), partial(self._unpin, row)
-            row.params = SimpleNamespace(spec=spec, pin=pin, unpin=unpin, tensor=row)
+            copy = SimpleNamespace(pin=partial(self._pin, row), unpin=partial(self._unpin, row))
+            row.params = SimpleNamespace(spec=spec, computed_on=copy, tensor=row)
             row.shared = Shared(spec) if ranks > 1 else None
         others = SimpleNamespace(all_gather=self._all_gather)
         counters = SimpleNamespace(stalled=nullcontext)

@@ -134,6 +134,15 @@ class Copy:
             self.moves = [move for move in self.moves if not move.done() or (fills and move.target is self)]
         return not self.moves
 
+    def pin(self) -> None:
+        """Keep the copy from being dropped; pairs with `unpin`."""
+        self.pins += 1
+
+    def unpin(self) -> None:
+        if not self.pins:
+            raise RuntimeError(f"the copy in {self.memory.name} is not pinned")
+        self.pins -= 1
+
 
 class Field:
     """All copies of one value.
@@ -303,7 +312,7 @@ class Field:
             StorageError: the move that fills it failed.
         """
         copy = self.copies[memory]
-        fills = [move for move in copy.moves if move.target is copy]
+        fills = [move for move in copy.moves if move.target is copy] if copy.moves else []
         for move in () if in_order else fills:
             if not move.done():
                 raise RuntimeError(f"{self.name} was changed in {memory.name} while it was still on its way there")
@@ -340,16 +349,6 @@ class Field:
             self.version += 2  # above the version of the part that was written through
 
     # Ends #
-
-    def pin(self, memory: Memory) -> None:
-        """Keep a copy from being dropped; pairs with `unpin`."""
-        self.copies[memory].pins += 1
-
-    def unpin(self, memory: Memory) -> None:
-        copy = self.copies[memory]
-        if not copy.pins:
-            raise RuntimeError(f"{self.name} is not pinned in {memory.name}")
-        copy.pins -= 1
 
     def drop(self, memory: Memory) -> bool:
         """Drop a copy. Return whether its memory is free now; if not, it is LEAVING until `gone` returns True."""

@@ -344,13 +344,13 @@ class GradStore:
             each.arrival.open = False
         if not self._bring(each, Priority.PREFETCH):
             raise RuntimeError(f"the gradients of unit {each.unit} are given to an update, but have no room")
-        each.field.pin(_HOST)
+        each.host.pin()
         assert each.tensor is not None
         return each.tensor, tuple(each.host.moves)
 
     def drop_after_update(self, each: UnitGrads) -> None:
         """Drop the gradients after the update has used them."""
-        each.field.unpin(_HOST)
+        each.host.unpin()
         self.drop(each)
 
     def drop_reconstructable(self, each: UnitGrads) -> None:
@@ -372,7 +372,7 @@ class GradStore:
 
     def keep_after_update(self, each: UnitGrads) -> None:
         """Keep the gradients after an update that was cancelled or may be rolled back; replaces `drop_after_update`."""
-        each.field.unpin(_HOST)
+        each.host.unpin()
         self.pause(each)
 
     # Memory #

@@ -179,7 +179,7 @@ class Params:
             if each.field.state(Memory.HOST) is State.ABSENT:
                 each.read(Memory.HOST, priority)
             self.passing[each] = None
-            each.field.pin(Memory.HOST)
+            each.field.copies[Memory.HOST].pin()
             each.field.expect(Memory.DEVICE)
 
     def advance(self, each: UnitParams) -> None:
@@ -228,7 +228,7 @@ class Params:
 
     def _end_fetch(self, each: UnitParams) -> None:
         del self.passing[each]
-        each.field.unpin(Memory.HOST)
+        each.field.copies[Memory.HOST].unpin()
         self._leave_host(each)
 
     def await_update(self, each: UnitParams) -> None:
@@ -260,8 +260,8 @@ class Params:
             if each.field.state(Memory.HOST) is State.ABSENT:
                 self._finish(each, each.device_copy)  # a read directly from NVMe to the device may be in flight
                 each.download()
-            each.field.pin(Memory.HOST)
-        each.pin()
+            each.field.copies[Memory.HOST].pin()
+        each.computed_on.pin()
         return True
 
     def host_wait(self, each: UnitParams) -> None:
@@ -357,9 +357,9 @@ class Params:
         """End `open_host`: the values may leave host memory. See `end_change`."""
         self.end_change(each, changed=changed)
         if each.site is Memory.HOST:
-            each.field.unpin(Memory.HOST)
+            each.field.copies[Memory.HOST].unpin()
             self._leave_host(each)
-        each.unpin()
+        each.computed_on.unpin()
 
     # Rollback #
 

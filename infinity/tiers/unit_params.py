@@ -167,7 +167,7 @@ class UnitParams:
         lease: of the HOST copy.
         tensor: flat, on the compute device, see [Note: stable storage].
         device_shard: this rank's shard, if the home is SHARD.
-        computed_on: the copy on the compute device.
+        computed_on: the copy on the compute device; while it is pinned, the unit is not evicted.
         update_upload: the upload of updated values, as long as the compute stream is not ordered behind it.
         upload_after: a mark in the compute stream: work queued after it does not touch the memory that the next upload
             fills, see [Note: uploads]. None if unknown.
@@ -235,13 +235,6 @@ class UnitParams:
     def is_at_hand(self) -> bool:
         """Whether an update of the unit may begin: the unit is in the memory that updates change, or being fetched."""
         return self.home is Memory.SHARD or self.residency is not Residency.STORED
-
-    def pin(self) -> None:
-        """Keep the unit from being evicted; pairs with `unpin`."""
-        self.field.pin(Memory.DEVICE)
-
-    def unpin(self) -> None:
-        self.field.unpin(Memory.DEVICE)
 
     def is_dirty(self) -> bool:
         """Whether the home does not have the newest values."""

@@ -109,7 +109,7 @@ class Executor:
         if self.gathering.ahead:
             self.gathering.make_way(rows)
         for row in rows:
-            row.params.pin()  # pin all first: the fetch of one must not evict another
+            row.params.computed_on.pin()  # pin all first: the fetch of one must not evict another
         entered: list[Unit] = []
         try:
             for row in rows:
@@ -123,7 +123,7 @@ class Executor:
             if isinstance(error, StorageError):
                 self._params.critical.mark_interrupted()  # an update may have failed, and nothing runs it again
             for row in rows:
-                row.params.unpin()
+                row.params.computed_on.unpin()
             self._end_uses(entered)
             raise
 
@@ -153,18 +153,18 @@ class Executor:
         """Start to gather the units that are used next, in their order."""
         while (row := self.gathering.next_to_gather([self.units[unit] for unit in self.cycle.upcoming])) is not None:
             self.roll_back(row)
-            row.params.pin()
+            row.params.computed_on.pin()
             try:
                 self._do(actions.ParametersNeeded(row))
                 self.gathering.look_ahead(row)
             except BaseException:
-                row.params.unpin()
+                row.params.computed_on.unpin()
                 raise
 
     def leave(self, rows: Sequence[Unit]) -> None:
         """Allow eviction of the units again."""
         for row in rows:
-            row.params.unpin()
+            row.params.computed_on.unpin()
         if self.gathering.shares:
             self._end_uses(rows)
         self.poll()
@@ -402,11 +402,11 @@ class Executor:
     def _start_pending(self) -> None:
         """Submit every due update, and fetch its unit for that."""
         for row in self.in_flight.due:
-            row.params.pin()
+            row.params.computed_on.pin()
             try:
                 self._do(actions.ParametersNeeded(row))
             finally:
-                row.params.unpin()
+                row.params.computed_on.unpin()
 
     def compute_all(self) -> None:
         """Block until every pending update is computed. Writes of new values to their home may still be running."""
@@ -466,7 +466,7 @@ class Executor:
         """
         self.roll_back(row)
         self.gathering.drop_ahead()  # the model's pass may be running
-        row.params.pin()
+        row.params.computed_on.pin()
         try:
             self._do(actions.ParametersNeeded(row))
             self.gathering.gather(row)
@@ -474,7 +474,7 @@ class Executor:
             yield row.params.tensor
         finally:
             self.gathering.reshard(row)
-            row.params.unpin()
+            row.params.computed_on.unpin()
             self._hide_if_evictable(row)
 
     @contextmanager
@@ -482,13 +482,13 @@ class Executor:
         """Yield this rank's shard of the unit in host memory, up to date and read only, while the context lasts."""
         self.roll_back(row)
         row.views.check()  # values that `param.data = values` has set
-        row.params.pin()
+        row.params.computed_on.pin()
         try:
             self._do(actions.ParametersNeeded(row))
             with self._in_host_memory(row):
                 yield row.params.shard
         finally:
-            row.params.unpin()
+            row.params.computed_on.unpin()
             self._hide_if_evictable(row)
 
     @contextmanager
@@ -550,7 +550,7 @@ class Executor:
         params = row.params
         while not self._params.create(params):
             self._do(actions.RoomNeeded(row))
-        params.pin()
+        params.computed_on.pin()
         try:
             yield params.shard
             self._params.create_done(params)
@@ -558,7 +558,7 @@ class Executor:
             self._params.create_failed(params)
             raise
         finally:
-            params.unpin()
+            params.computed_on.unpin()
         if params.residency is Residency.RESIDENT:
             self._do(actions.ParametersMade(row))
         self.refresh(row)

@@ -349,7 +349,14 @@ class Hooks:
         def ready(param: torch.Tensor) -> None:
             if param.grad is None:
                 return  # a user's hook has removed it: for torch, the parameter has no gradient in this pass
-            self._look_for_parts(unit, index)
+            # See [Note: gradients in parts].
+            running = torch._C._current_graph_task_id()
+            if running != self._outermost:
+                self._note_pass()
+            again = index in calls.had
+            calls.had.add(index)
+            if again or (running != self._outermost and not calls.is_one):
+                self._listener.in_parts(unit, index, again=again)
             self._listener.gradient_ready(unit, index, param)  # type: ignore[arg-type]
             calls.gradients += 1
             if self._alone and calls.followed and calls.gradients == unit.total.trained:
@@ -359,16 +366,6 @@ class Hooks:
         self._handles.append(handle)
         self._trained.append((param, handle.id))
         self._trained_ids.add(id(param))
-
-    def _look_for_parts(self, unit: Unit, index: int) -> None:
-        """Report a gradient that may not be the last one of its unit, see [Note: gradients in parts]."""
-        running = torch._C._current_graph_task_id()
-        if running != self._outermost:
-            self._note_pass()
-        again = index in unit.calls.had
-        unit.calls.had.add(index)
-        if again or (running != self._outermost and not unit.calls.is_one):
-            self._listener.in_parts(unit, index, again=again)
 
     def _let_users_hooks_come_first(self) -> None:
         """Move our hooks behind newer hooks on `param.grad`, so that these can see and change it first.

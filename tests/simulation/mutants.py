@@ -626,7 +626,7 @@ def _streams_into_used(original: Any, self: GradStore, each: UnitGrads, *gradien
 
 @_mutant("gradients stay after their update", GradStore, "drop_after_update")
 def _gradients_stay(self: GradStore, each: UnitGrads) -> None:
-    each.field.unpin(Memory.HOST)
+    each.host.unpin()
 
 
 def _withdraw(self: Worker, ticket: Any) -> bool:

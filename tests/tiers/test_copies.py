@@ -297,10 +297,10 @@ class Machine:
             self.is_free(writer.memory)
 
     def pin(self, pick: int) -> None:
-        self.is_allowed(self.field.pin, pick_from(self.layout, pick))
+        self.is_allowed(self.field.copies[pick_from(self.layout, pick)].pin)
 
     def unpin(self, pick: int) -> None:
-        self.is_allowed(self.field.unpin, pick_from(self.layout, pick))
+        self.is_allowed(self.field.copies[pick_from(self.layout, pick)].unpin)
 
     def drop(self, pick: int) -> None:
         memory = pick_from(self.layout, pick)
@@ -370,7 +370,7 @@ class Machine:
         for memory in self.layout:
             self.field.gone(memory)
             while self.field.copies[memory].pins:
-                self.field.unpin(memory)
+                self.field.copies[memory].unpin()
         newest = self.newest()
         assert newest is not None
         assert self.held[newest.memory] is self.values[self.field.version]
