@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from infinity.zero.hooks import Hooks
-from infinity.zero.partition import Alignment, make_partition
-from infinity.zero.unit import Unit
+from infinity.zero.partition import Alignment, UnitLayout, make_partition
+from infinity.zero.unit import Unit, UnitCalls, UnitTotal
 from tests.behaviour.test_models import (
     ROWS,
     WIDTH,
@@ -27,11 +27,19 @@ from tests.behaviour.test_models import (
 )
 
 
+class Row:
+    """What the hooks read of a unit."""
+
+    def __init__(self, layout: UnitLayout) -> None:
+        self.index, self.layout = layout.index, layout
+        self.total, self.calls = UnitTotal(layout.trained), UnitCalls()
+
+
 class Recorder:
     """Notes the units that backward uses, in its order."""
 
     def __init__(self) -> None:
-        self.uses: list[Unit] = []
+        self.uses: list[int] = []
         self.in_use: list[Unit] = []
         self.most_in_use = 0
 
@@ -39,7 +47,7 @@ class Recorder:
         """Forward, or its recomputation."""
 
     def backward_enter(self, units: tuple[Unit, ...]) -> None:
-        self.uses.extend(units)
+        self.uses.extend(unit.index for unit in units)
         self.in_use.extend(units)
         self.most_in_use = max(self.most_in_use, len(self.in_use))
 
@@ -61,7 +69,7 @@ def uses_of(model: nn.Module, inputs: torch.Tensor, *, alone: bool) -> Recorder:
     groups = dict.fromkeys((name for name, _ in model.named_parameters()), 0)
     partition = make_partition(model, groups, align=Alignment(8), persistence_threshold=0, offloaded=True)
     recorder = Recorder()
-    units = [cast(Unit, unit.index) for unit in partition.units]
+    units: list[Any] = [Row(layout) for layout in partition.units]
     hooks = Hooks(model, partition, units, recorder, (), alone=alone)
     with hooks.forward(training=True):
         loss = model(inputs).square().mean()
