@@ -30,6 +30,7 @@ from infinity.optim.torch_schedules import advances_by_itself
 from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compiled import refuse_cuda_graphs
 from infinity.zero.compute_lane import ComputeLane
+from infinity.zero.dispatch_modes import outside_modes
 from infinity.zero.filling import filling_of
 from infinity.zero.grad_placeholders import GradPlaceholders
 from infinity.zero.hooks import Hooks, Listener
@@ -315,6 +316,7 @@ class Step(Listener):
             self._begin_cycle("the last training pass" if self.counter.ends_step else "a training pass")
         self._go(Phase.FORWARD)
 
+    @outside_modes
     def _begin_cycle(self, kind: str) -> None:
         self._executor.begin_cycle()
         self._ranks.path.begin(kind)
@@ -349,6 +351,7 @@ class Step(Listener):
             self._executor.gather_preceding()
             self._ranks.path.mark(why)
 
+    @outside_modes
     def _back_to(self, before: Phase, *, learn: bool = False) -> None:
         if before is not Phase.FORWARD:
             self._executor.end_cycle(learn=learn)
@@ -399,6 +402,7 @@ class Step(Listener):
                 self._go(Phase.IDLE)
             raise
 
+    @outside_modes
     def open_backward(self, in_parts: frozenset[Unit] | None = None, scope: ExitStack | None = None) -> None:
         if self.updates.under_way:
             raise InfinityError(
@@ -431,6 +435,7 @@ class Step(Listener):
         uses = None if in_parts == self.all_units else self._executor.cycle.recorded
         self.gradients.begin_backward(last=last, uses=uses)
 
+    @outside_modes
     def close_backward(self) -> None:
         self._end_cycle(learn=True)
         self._add(self.gradients.source.rest())
@@ -632,6 +637,7 @@ class Step(Listener):
 
     # Events of the hooks #
 
+    @outside_modes
     def enter(self, units: tuple[Unit, ...]) -> None:
         if self.layer_major is not None:
             self.layer_major.entered(units)
@@ -652,6 +658,7 @@ class Step(Listener):
         with self.stopped_by_failures():
             self._executor.enter(units)
 
+    @outside_modes
     def backward_enter(self, units: tuple[Unit, ...]) -> None:
         if not self._in_backward and not self.hooks.in_forward:  # the model may call autograd.grad in its forward
             self._open_direct()
@@ -661,6 +668,7 @@ class Step(Listener):
     def _in_backward(self) -> bool:
         return self._open is not None and self._open.phase is Phase.BACKWARD
 
+    @outside_modes
     def leave(self, units: tuple[Unit, ...], *, ends_forward: bool = False) -> None:
         self._executor.leave(units)
         if ends_forward:
@@ -670,6 +678,7 @@ class Step(Listener):
                 if not self._only_evaluates:
                     self._executor.hide_evictable()
 
+    @outside_modes
     def backward_left(self, units: tuple[Unit, ...]) -> None:
         if self.layer_major is not None:
             return  # other micro-batches have not left these units yet
@@ -688,6 +697,7 @@ class Step(Listener):
             self.updates.check_parts(unit, index)
         self.updates.in_parts(unit)
 
+    @outside_modes
     def gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:
         opened = self._open
         if opened is None or opened.phase is not Phase.BACKWARD:

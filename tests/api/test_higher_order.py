@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity.errors import InfinityError
@@ -145,6 +146,33 @@ def test_transforms_of_the_backward_pass_give_them_where_parameters_stay(transfo
 def test_and_are_refused_where_they_move(transform, tmp_path) -> None:
     with critic_in("moves", tmp_path) as engine, pytest.raises(InfinityError, match=REFUSED):
         BACKWARD[transform](engine.module)
+
+
+class Operations(TorchDispatchMode):
+    """Records what it sees, as selective activation checkpointing does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("link", [None, SameMemory], ids=["unified", "discrete"])
+@pytest.mark.parametrize("placement", ["stays", "moves"])
+def test_a_dispatch_mode_sees_the_operations_of_the_model_alone(placement, link, tmp_path) -> None:
+    plain = Critic()
+    with critic_in(placement, tmp_path, None if link is None else link()) as engine:
+        for _ in range(STEPS):
+            with Operations() as expected:
+                plain(inputs()).square().mean().backward()
+            with Operations() as of_engine:
+                engine(inputs()).square().mean().backward()
+            engine.step()
+            assert of_engine.seen == expected.seen
+            plain.zero_grad()
 
 
 class PerSample(Critic):
