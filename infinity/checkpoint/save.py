@@ -210,7 +210,8 @@ def _prune(directory: Path, newest: str, run: Run, keep_last: int) -> None:
             manifest = read_manifest(directory / tag)
             if manifest.run == run.id and tag != newest:
                 steps[tag] = manifest.counters["global_steps"]
-    for tag in sorted(steps, key=lambda tag: steps[tag])[: len(steps) + 1 - keep_last]:
+    surplus = max(0, len(steps) + 1 - keep_last)
+    for tag in sorted(steps, key=lambda tag: steps[tag])[:surplus]:
         if tag != latest:
             remove(directory, tag)
 

@@ -107,6 +107,8 @@ def test_the_last_ones_of_the_run_are_kept(saved) -> None:
     with engine_of() as engine:
         engine.load_checkpoint(saved)
         train(engine)
+        engine.save_checkpoint(saved, keep_last=5)  # one more than there are
+        assert names(saved) == [*(f"global_step{step}" for step in range(1, 5)), "of-another-run"]
         engine.save_checkpoint(saved, keep_last=2)
         assert names(saved) == ["global_step3", "global_step4", "of-another-run"]
         engine.save_checkpoint(saved, tag="aside", save_latest=False, keep_last=1)
