@@ -259,9 +259,9 @@ class Samples:
 
     def fingerprint(self) -> dict[str, int]:
         """What decides which tokens a sample number stands for; `crc` is of tokens at places all over the data."""
-        crc = 0
-        for probe in range(min(_PROBES, self._count)):
-            crc = self._source.crc(self._index(probe * (self._count - 1) // max(1, _PROBES - 1)), crc)
+        crc, probes = 0, min(_PROBES, self._count)
+        for probe in range(probes):
+            crc = self._source.crc(self._index(probe * (self._count - 1) // max(1, probes - 1)), crc)
         found = {"tokens": self._source.tokens, "seq_len": self._source.length, "seed": self._seed, "crc": crc}
         return found if self._chosen is None else {**found, "samples": self._count}
 
