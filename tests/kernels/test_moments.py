@@ -123,3 +123,15 @@ def test_a_second_moment_that_is_not_zero_is_never_stored_as_zero(name: str) -> 
     values[::5] = 0.0
     for seed in range(20):
         assert torch.equal(stored(values, signed=False, seed=seed).values == 0, values == 0)
+
+
+@pytest.mark.parametrize("name", kernels.instruction_sets())
+def test_random_bits_depend_on_the_index_alone_beyond_32_bits(name: str) -> None:
+    kernels.use_instruction_set(name)
+    values = torch.linspace(0.01, 1.9375, 96)
+    whole, parts = (Moment(torch.empty(96, dtype=torch.bfloat16)) for _ in range(2))
+    cut, end = 32, 1 << 32
+    store_moment(whole, values, signed=True, dither=Dither(5, end - cut))
+    for here, index in ((slice(cut), end - cut), (slice(cut, None), end)):
+        store_moment(Moment(parts.values[here]), values[here], signed=True, dither=Dither(5, index))
+    assert same_bits(whole.values, parts.values)
