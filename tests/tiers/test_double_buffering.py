@@ -142,6 +142,16 @@ def test_a_write_waits_for_the_commit_before_and_gets_its_error(space: SwapSpace
     arena.close()
 
 
+def test_an_epoch_with_a_failed_write_is_not_closed() -> None:
+    slots = Slots()
+    failed: Future[None] = Future()
+    failed.set_exception(StorageError(5, "write failed", "/drive", 0))
+    for write in (failed, *(committed() for _ in range(99))):  # after so many, it is not in the list any more
+        slots.opened(write)
+    with pytest.raises(StorageError, match="write failed"):
+        slots.close_epoch(committed())
+
+
 def test_no_room_for_two_versions_is_reported_with_the_bytes(tmp_path) -> None:
     space = open_swap([NvmeConfig(tmp_path, capacity_bytes=6 * BLOCK)], IoOptions(), "threads")
     with pytest.raises(StorageError, match=r"keeps two slots .* without it half"):
