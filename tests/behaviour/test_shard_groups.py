@@ -198,6 +198,8 @@ def looked_at_between() -> dict[str, Any]:
     with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
         model: Any = engine.module
         weight = model.transformer.h[1].mlp.c_fc.weight
+        engine.backward(loss_of(engine, batches(RANKS)[rank]))
+        engine.zero_grad()  # no later sum has these
         for name in ("half", "whole"):
             engine.backward(loss_of(engine, batches(RANKS)[rank]))
             found[name] = infinity.utils.safe_get_full_grad(weight)
