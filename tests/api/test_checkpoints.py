@@ -344,6 +344,8 @@ def test_the_lock_of_a_process_lasts_as_long_as_the_process(fate, tmp_path) -> N
             process.wait()
             run.claim(tmp_path)
             assert json.loads((tmp_path / LOCK).read_text())["run"] == run.id
+            with pytest.raises(infinity.CheckpointError, match=f"another run saves .* process {os.getpid()} on"):
+                Run(nn.Linear(1, 1)).claim(tmp_path)
     finally:
         run.unclaim()
         process.kill()
