@@ -13,6 +13,7 @@ import pytest
 import infinity
 from infinity.checkpoint.directory import latest_tag, locked, replacing, restore_interrupted
 from infinity.checkpoint.find import find_checkpoint
+from infinity.io.directory import make_lasting
 from tests import prepared
 
 
@@ -99,6 +100,13 @@ with replacing(directory, "tag") as target:
         fill(target, "other")
     assert (tmp_path / "tag" / "manifest.json").read_text() in ("old", "new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "other", "tag"]
+
+
+def test_the_names_of_all_new_directories_are_flushed(tmp_path, monkeypatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr("infinity.io.directory.sync_directory", flushed.append)
+    make_lasting(tmp_path / "a" / "b" / "c")
+    assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
 
 
 def test_a_tag_may_be_called_as_it_likes(tmp_path) -> None:

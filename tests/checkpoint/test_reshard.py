@@ -9,10 +9,12 @@ import torch
 
 import infinity
 from infinity.checkpoint import convert, latest_tag
-from infinity.checkpoint.format import read_manifest
+from infinity.checkpoint.format import Manifest, read_manifest
 from infinity.checkpoint.inspection import verify
-from infinity.checkpoint.stored import StoredReader
+from infinity.checkpoint.load import _slices
+from infinity.checkpoint.stored import StoredReader, StoredTensor
 from infinity.checkpoint.tensors import read_header
+from infinity.zero.partition import ParamInfo, ParamPart
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches
 from tests.checkpoint.common import make_engine, run
@@ -71,6 +73,18 @@ def test_any_number_of_ranks_loads_the_same(ranks, tmp_path) -> None:
     assert all(torch.equal(found[key], value) for key, value in values.items())
     convert(tmp_path / "many", tmp_path / "again", ranks=1)
     assert (tmp_path / "one" / path.name / "extra.pt").read_bytes() == (path / "extra.pt").read_bytes()
+
+
+def test_what_is_checked_of_a_part_begins_where_its_scales_do() -> None:
+    """As it is read: another format's shard may begin between elements that share a scale."""
+    tensors = {"master.w": StoredTensor("F32", (1000,), ())}
+    manifest = Manifest("int8", ("exp_avg", "exp_avg_sq"), tensors, {}, {}, 0)
+    part = ParamPart(ParamInfo("w", (1000,), 1000, 0, trainable=True, group=0), 0, 500, 300)
+    found = {key: (first, count) for key, first, count in _slices(part, manifest, moments=True)}
+    assert found.pop("master.w") == (300, 500)
+    moments, scales = (256, 544), (1, 3)
+    assert [found[f"{name}.w"] for name in ("exp_avg", "exp_avg_sq")] == [moments] * 2
+    assert [found[f"{name}_scales.w"] for name in ("exp_avg", "exp_avg_sq")] == [scales] * 2
 
 
 def test_no_ranks_are_refused(tmp_path) -> None:
