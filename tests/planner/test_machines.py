@@ -147,6 +147,7 @@ def test_the_plan_fills_the_device_by_default_and_says_so(capsys, tmp_path) -> N
     assert share_below(part, "link") == pytest.approx(1 - share, abs=0.02)
     limited = plan(device_memory="8GB")
     assert 0 < len(limited["filled_later"]) < len(filled["filled_later"])
+    assert not plan(device_memory=filled["device_used_bytes"])["filled_later"], "the step takes all of it"
     speculative = plan(update_schedule="speculative")
     assert speculative["optimizer_states"].startswith("none stay on the device: tiering.update_schedule is speculative")
     assert share_below(speculative, "optimizer") == 1

@@ -31,9 +31,10 @@ from infinity.zero.sizing import compute_dtype
 from tests.behaviour.reference import SEQ, Placement, Recipe, batches, tiny_gpt2, tiny_llama, train_on
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("host_memory", "clipping"), [(800_000, 0.5), (2_000_000, 0.0), (2_000_000, 0.5), (None, 0.0), (None, 0.5)]
+)
 @pytest.mark.parametrize(("params", "optimizer"), [("nvme", "nvme"), ("none", "nvme"), ("none", "none")])
-@pytest.mark.parametrize("host_memory", [2_000_000, None])
 def test_the_tiers_hold_what_was_estimated(params, optimizer, host_memory, clipping, tmp_path) -> None:
     values = Recipe("bf16", clipping=clipping).config(Placement(params, optimizer, tmp_path, "64KiB", host_memory))
     config = load_config(values)
