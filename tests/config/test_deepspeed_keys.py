@@ -65,7 +65,7 @@ DEEPSPEED_KEYS = TOP_LEVEL.split() + [f"{name}.{key}" for name, keys in SECTIONS
 SWITCHED_OFF = {
     "comet": {},
     "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True},
-    "comms_logger": {"enabled": False, "verbose": False},
+    "comms_logger": {"verbose": True, "prof_all": True},  # nothing switches it on
     "amp": {"enabled": False, "opt_level": "O1"},
     "hybrid_engine": {"enabled": False, "max_out_tokens": 512},
     "weight_quantization": {"enabled": False},

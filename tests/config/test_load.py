@@ -188,6 +188,12 @@ def test_common_spellings_are_understood() -> None:
     assert dict(config.optimizer.params) == {"betas": [0.9, 0.95]}
 
 
+def test_a_static_loss_scale_needs_no_room_above_the_least() -> None:
+    config = load_config({"fp16": {"enabled": True, "loss_scale": 4, "initial_scale_power": 2, "min_loss_scale": 8}})
+    assert config.fp16 is not None
+    assert config.fp16.loss_scale == 4
+
+
 @pytest.mark.parametrize(("section", "expected"), [("fp16", "fp16"), ("bf16", "bf16"), (None, "fp32")])
 def test_gradients_travel_in_the_precision_unless_told_otherwise(section, expected) -> None:
     values = {} if section is None else {section: {"enabled": True}}
