@@ -311,6 +311,7 @@ def test_close_finishes_what_is_in_flight(engine, arena, tmp_path) -> None:
         with pytest.raises(InfinityError, match="closed"):
             engine.write(file, 0, source.span())
     engine.close()  # again does nothing
+    assert not engine.register(Span(0, 4096, None)), "and nobody would answer"
     file.close()
 
 
@@ -457,6 +458,18 @@ def test_an_error_in_a_scattered_block_ends_its_request(backend, arena, tmp_path
         assert engine.stats().blocks == 3  # the rest was not begun
         assert engine.move_blocks(True, file, offsets, 4096, source.span()).result() == 5 * 4096
     file.close()
+    engine.close()
+
+
+@pytest.mark.skipif("io_uring" not in NATIVE, reason="no io_uring")
+def test_of_several_errors_the_first_in_the_file_is_told(arena, tmp_path) -> None:
+    """The third block fails at once, and the second later: the file ends before it."""
+    (tmp_path / "f").write_bytes(bytes(4096))
+    engine = NativeEngine("io_uring", IoOptions(4096, 4, 1), {"error": errno.EIO, "error_at": 3})
+    file = engine.open(tmp_path / "f", read_only=True)
+    with arena.lease(4 * 4096) as target, pytest.raises(StorageError) as failed:
+        engine.read(file, 0, target.span()).result()
+    assert (failed.value.errno, failed.value.offset) == (errno.ENODATA, 4096)
     engine.close()
 
 

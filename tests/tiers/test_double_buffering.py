@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infinity.io import IoOptions, Priority, Span
 from infinity.memory import Arena
 from infinity.tiers import SwapSpace, open_swap
 from infinity.tiers.records import Generation, Record, first_difference, parse_record
+from infinity.tiers.run_files import find_record
 from infinity.tiers.slots import Extent, SlotExtent, Slots
 from infinity.tiers.striping import Piece, Stripe
 
@@ -189,6 +191,20 @@ def test_a_record_with_any_byte_changed_or_missing_is_refused() -> None:
             parse_record(Path("record"), bytes(changed))
         with pytest.raises(CheckpointError, match="damaged"):
             parse_record(Path("record"), content[:index])
+
+
+def test_a_record_without_states_is_refused_unless_it_is_the_first(tmp_path) -> None:
+    """Files of states get their names behind the first record."""
+    path = tmp_path / f"infinity-{RECORD.run}-r0.record"
+    for sequence in (1, 2):
+        record = replace(RECORD, generations=[Generation(sequence, state(sequence), b"", b"")])
+        path.write_bytes(record.to_bytes())
+        path.chmod(0o600)
+        if sequence == 1:
+            assert find_record([tmp_path], 0) is None
+            assert not path.exists()
+    with pytest.raises(CheckpointError, match=r"d0\.slots is missing, of the states that"):
+        find_record([tmp_path], 0)
 
 
 def test_the_first_difference_of_facts_is_named() -> None:
