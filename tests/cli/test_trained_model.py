@@ -6,6 +6,7 @@ import json
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import infinity
 from infinity.cli.main import main
-from infinity.cli.training import precision
+from infinity.cli.training import loop, precision
 from infinity.cli.training.models import model_directory
 from infinity.cli.training.schedule import Schedule
 from infinity.errors import ConfigError
@@ -242,6 +243,18 @@ def test_no_update_has_a_rate_of_zero(kind) -> None:
     assert all(0 < factor <= 1 for factor in factors)
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[3:] == sorted(factors[3:], reverse=True)
+
+
+def test_another_rate_at_resume_leaves_a_schedule_where_it_is() -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = Schedule("linear", 0, 4).made(optimizer)
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    expected = [group["lr"] for group in optimizer.param_groups]
+    optimizer.param_groups[0]["lr"] = 9.0  # the checkpoint's
+    loop._set_lr(SimpleNamespace(lr_scheduler=schedule, optimizer=optimizer), 0.5)  # type: ignore[arg-type]
+    assert [group["lr"] for group in optimizer.param_groups] == expected == [0.25]
 
 
 def test_a_warm_up_that_is_longer_than_the_run_is_called_so() -> None:
