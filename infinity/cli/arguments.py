@@ -69,6 +69,8 @@ def check_file(option: str, path: Path) -> None:
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory: give a file")
+    if path.exists() and not path.is_file():
+        return  # such as /dev/stdout, in a directory that only root can write to
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no such directory")
     check_directory(option, path.absolute().parent)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from infinity.cli.arguments import path_argument, size_argument
+from infinity.cli.arguments import check_file, path_argument, size_argument
 
 if TYPE_CHECKING:
     from infinity.cli.disk.job import Job
@@ -114,6 +114,9 @@ def _run_sweeps(job: Job, args: argparse.Namespace) -> None:
 
     if args.plot:
         check_matplotlib("--plot")
+        check_file("--plot", args.plot)
+    if args.write_config:
+        check_file("--write-config", args.write_config)
     sweeps = Sweeps(job, args.resume, sweep_memory_bytes(available_memory_bytes()))
     sweeps.announce()
     with ExitStack() as stack:

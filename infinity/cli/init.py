@@ -99,9 +99,9 @@ def _measured(paths: list[Path]) -> tuple[dict[str, Any], dict[str, float]]:
     aio = load_config({}).aio
     options = IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
     with Progress() as progress:
-        seconds = product_seconds(torch.device(accelerator() or "cpu"), ("fp32", "bf16"))
         job = ProfileJob(tuple(paths), _FILE_BYTES, options, "auto", _SECONDS, _PARAMS)
-        return run_profile(job, ALONE, progress.show), seconds
+        profile = run_profile(job, ALONE, progress.show)
+        return profile, product_seconds(torch.device(accelerator() or "cpu"), ("fp32", "bf16"))
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:

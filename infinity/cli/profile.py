@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import check_file, check_least, path_argument, size_argument
+from infinity.cli.arguments import check_directory, check_file, check_least, path_argument, size_argument
 from infinity.config import format_size, load_config, write_json
 from infinity.errors import ConfigError
 
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     for path in job.paths:
         if not path.is_dir():
             raise ConfigError(f"{path} is no directory: give --path DIR on the drive to measure")
+        check_directory("--path", path)
     ranks = join_ranks()
     if ranks.rank == 0 and job.paths:
         print(f"writes at most {format_size(planned_write_bytes(job))}", file=sys.stderr)

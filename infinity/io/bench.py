@@ -82,9 +82,8 @@ def ring_bytes(options: IoOptions) -> int:
     return max(3 * request, in_flight + request)
 
 
-@contextmanager
-def bench_file(directory: Path, size_bytes: int) -> Iterator[Path]:
-    """Yield a file of reserved space, which is removed in any case.
+def check_space(directory: Path, size_bytes: int) -> None:
+    """Check that a file of this size has room in a directory.
 
     Raises:
         StorageError: the directory cannot be used, or the file would fill the drive.
@@ -104,6 +103,12 @@ def bench_file(directory: Path, size_bytes: int) -> Iterator[Path]:
             str(directory),
             0,
         )
+
+
+@contextmanager
+def bench_file(directory: Path, size_bytes: int) -> Iterator[Path]:
+    """Yield a file of reserved space, which is removed in any case; raises as `check_space`."""
+    check_space(directory, size_bytes)
     path = directory / f"infinity-bench-{secrets.token_hex(4)}.tmp"
     try:
         os.close(create_file(path, size_bytes))

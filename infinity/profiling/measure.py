@@ -14,6 +14,7 @@ from infinity import __version__, kernels
 from infinity.config import format_size
 from infinity.errors import CapacityError
 from infinity.io import IoOptions
+from infinity.io.bench import check_space
 from infinity.memory import available_memory_bytes
 from infinity.profiling.collectives import collective_rates
 from infinity.profiling.contention import contention, contention_of_ranks, with_those_of_ranks
@@ -79,6 +80,8 @@ def run_profile(job: ProfileJob, ranks: Ranks, progress: Progress) -> dict[str, 
 
 
 def _machine(job: ProfileJob, device: torch.device | None, progress: Progress) -> dict[str, Any]:
+    for path in job.paths:
+        check_space(path, job.size_bytes)  # before seconds of other measurements
     counts = thread_counts(kernels.thread_count())
     params = _params(job.params)
     steps = len(job.paths) * (1 + len(OPERATIONS)) + (len(OPERATIONS) if len(job.paths) > 1 else 0)

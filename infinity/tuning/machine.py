@@ -13,7 +13,7 @@ import torch
 
 from infinity import __version__, kernels
 from infinity.io import IoOptions
-from infinity.io.bench import BenchSession, bench_file, ring_bytes
+from infinity.io.bench import BenchSession, bench_file, check_space, ring_bytes
 from infinity.memory import free_bytes
 from infinity.memory.filled import random_memory
 from infinity.planner import Duplex
@@ -78,6 +78,8 @@ def measure_machine(job: MachineJob, progress: Progress, profile: dict[str, Any]
     Raises:
         StorageError: a path cannot be used, or a file would fill its drive.
     """
+    for path in job.paths:
+        check_space(Path(path), _FILE_BYTES)  # before seconds of other measurements
     device = None if job.on_cpu else accelerator()
     if profile is None:
         profile = _profile(job, device, progress)

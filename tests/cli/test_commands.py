@@ -305,6 +305,7 @@ def test_bench_io_runs_every_backend(backend, tmp_path, capsys) -> None:
         (["--queue-depth", "0"], "--queue-depth is 0"),
         (["--size", "1MiB"], "too small"),
         (["--path", "/does/not/exist"], "cannot use this path"),
+        (["--sweep", "--write-config", "/does/not/exist.json"], "there is no such directory"),
     ],
 )
 def test_bench_io_refuses_what_cannot_work(options, message, tmp_path, capsys) -> None:

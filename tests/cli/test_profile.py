@@ -19,7 +19,7 @@ from infinity.cli.main import main
 from infinity.errors import ConfigError, StorageError
 from infinity.io import IoOptions
 from infinity.optim.formats import FORMATS
-from infinity.profiling import ProfileJob, planned_write_bytes, read_profile
+from infinity.profiling import ProfileJob, measure, planned_write_bytes, read_profile
 from infinity.profiling.contention import Busy, busy_optimizer, contention, with_those_of_ranks
 from infinity.profiling.drives import drive_rates
 from infinity.profiling.processor import matmul_rates, thread_counts, threads, timed
@@ -112,7 +112,8 @@ def test_no_drive_is_touched_if_none_is_wanted(tmp_path, capsys, monkeypatch) ->
         (("--params", "1"), "at least 2048"),
     ],
 )
-def test_what_cannot_be_is_refused(options, words, tmp_path, capsys) -> None:
+def test_what_cannot_be_is_refused(options, words, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(measure, "optimizer_rates", None)  # nothing is measured before
     assert main(["profile", "--path", str(tmp_path), *SMALL, *options]) == 2
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
