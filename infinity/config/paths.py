@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from infinity.config.values import shown
+
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
@@ -14,9 +16,11 @@ def expanded_path(text: str) -> str:
     """The path with `~`, `~user`, `$NAME` and `${NAME}` replaced, as a shell does.
 
     Raises:
-        ValueError: it is a URL or a path of Windows, or names a user or a variable that does not exist. Taken as they
-            are, all of these would make a directory of that name.
+        ValueError: no file can have this name; or it is a URL or a path of Windows, or names a user or a variable that
+            does not exist. Taken as they are, these would make a directory of that name.
     """
+    if not is_file_name(text):
+        raise ValueError(f"{shown(text)} must be a path: not empty, without null characters, encodable")
     if _URL.match(text):
         raise ValueError(f"{text} is a URL; it must be the path of a mounted filesystem, such as /local_nvme")
     if _DRIVE.match(text):
@@ -29,3 +33,11 @@ def expanded_path(text: str) -> str:
     if expanded.startswith("~"):
         raise ValueError(f"{text} names a user's home that does not exist; write ./{text} for a directory of that name")
     return expanded
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a file can have this name."""
+    try:
+        return bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False

@@ -7,7 +7,6 @@ field is honoured; what changes nothing here, or is refused, is listed in keys.p
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -58,19 +57,9 @@ def _all_or_some(ranks: int) -> int:
     return ranks
 
 
-def _file_name(value: str) -> str:
-    try:
-        encoded = os.fsencode(value)
-    except UnicodeEncodeError:
-        encoded = b""
-    if not encoded or b"\0" in encoded:
-        raise ValueError("it must be a path: not empty, without null characters, encodable")
-    return expanded_path(value)
-
-
 def _log_path(value: str) -> str:
     """The empty one is the working directory."""
-    return value and _file_name(value)
+    return value and expanded_path(value)
 
 
 def _name(value: Any) -> Any:
@@ -83,7 +72,7 @@ Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(_count), Field(lt=1 << 63)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 SizeOrAuto = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_size_or_auto)]
-FileName = Annotated[str, AfterValidator(_file_name)]
+FileName = Annotated[str, AfterValidator(expanded_path)]
 LogPath = Annotated[str, AfterValidator(_log_path)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_name)]
 

@@ -203,7 +203,7 @@ def test_what_is_missing_or_cannot_be_opened_is_refused_before_anything_is_train
     ):
         infinity.initialize(model=model, config=CONFIG | in_csv(tmp_path / "file"))
     infinity.initialize(model=model, config=CONFIG)[0].close()  # nobody has it
-    with pytest.raises(infinity.ConfigError, match=r"tensorboard.job_name is ''; it must be a path"):
+    with pytest.raises(infinity.ConfigError, match=r"tensorboard.job_name: '' must be a path"):
         load_config({"tensorboard": {"enabled": True, "job_name": ""}})
 
 

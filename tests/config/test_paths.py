@@ -56,6 +56,16 @@ def test_an_empty_path_is_not_the_working_directory(tmp_path, monkeypatch, capsy
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("text", ["a\0b", "\ud800"])
+def test_what_no_file_can_be_called_is_refused(text, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for option in ("--nvme", "--output", "--data", "--tokenizer", "--config"):
+        with pytest.raises(SystemExit):
+            main(["train", "gpt2:tiny", option, text])
+        assert f"argument {option}: {text!r} must be a path: not empty, without null" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_configuration_has_the_expanded_path(monkeypatch) -> None:
     monkeypatch.setenv("SCRATCH", "/scratch")
     config = load_config({"train_batch_size": 2, "tiering": {"nvme": [{"path": "$SCRATCH/swap"}]}}, world_size=1)
