@@ -10,7 +10,7 @@ from typing import Any
 from infinity.cli.arguments import check_directory, check_file, path_argument
 from infinity.cli.packages import needed_packages
 from infinity.cli.ready import ready_configuration
-from infinity.config import format_size, load_config, with_values, write_json
+from infinity.config import check_apart, format_size, load_config, with_values, write_json
 from infinity.errors import ConfigError
 
 _BASE = "nvme-all-memory"
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.profile is not None:
         check_file("--profile", args.profile)
     load_config(with_values(ready_configuration(_BASE), _given(args)))
+    check_apart("--nvme", args.nvme)
     for path in args.nvme:
         check_directory("--nvme", path)
     for path in args.nvme:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import check_directory, check_file, check_least, path_argument, size_argument
-from infinity.config import format_size, load_config, write_json
+from infinity.config import check_apart, format_size, load_config, write_json
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def _job(args: argparse.Namespace) -> ProfileJob:
     config = load_config(args.config or {})
     aio = config.aio
     paths = tuple(path.absolute() for path in args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
+    check_apart("--path", paths)
     return ProfileJob(
         () if args.without_drives else paths,
         args.size,

@@ -2,7 +2,7 @@
 
 from infinity.config.edit import edited
 from infinity.config.load import load_config, with_values
-from infinity.config.paths import expanded_path
+from infinity.config.paths import check_apart, expanded_path
 from infinity.config.read import read_json, write_json
 from infinity.config.resolve import default_tile_bytes
 from infinity.config.resolved import (
@@ -36,6 +36,7 @@ __all__ = [
     "WandbConfig",
     "LeafModules",
     "ZeroConfig",
+    "check_apart",
     "default_tile_bytes",
     "edited",
     "format_size",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
+from pathlib import Path
 
 from infinity.config.values import shown
+from infinity.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -33,6 +36,24 @@ def expanded_path(text: str) -> str:
     if expanded.startswith("~"):
         raise ValueError(f"{text} names a user's home that does not exist; write ./{text} for a directory of that name")
     return expanded
+
+
+def check_apart(what: str, paths: Iterable[Path]) -> None:
+    """Check that each of these directories is given once.
+
+    Args:
+        what: the key or option, for the message.
+
+    Raises:
+        ConfigError: two paths lead to one directory.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        place = os.path.realpath(path)
+        if place in found:
+            both = f"{path} twice" if path == found[place] else f"{found[place]} and {path}, which are one directory"
+            raise ConfigError(f"{what} has {both}: give each directory once")
+        found[place] = path
 
 
 def is_file_name(text: str) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
+from infinity.config.paths import check_apart
 from infinity.config.resolved import (
     AioConfig,
     CommunicationConfig,
@@ -282,9 +284,10 @@ def _tiering(
 ) -> TieringConfig:
     offloads = (params, states)
     nvme = [NvmeConfig(Path(n.path), n.capacity, n.bandwidth) for n in tiering.nvme]
+    check_apart("tiering.nvme", [drive.path for drive in nvme])
     if not nvme:
-        paths = dict.fromkeys(o.nvme_path for o in offloads if o.device == "nvme" and o.nvme_path is not None)
-        nvme = [NvmeConfig(Path(path)) for path in paths]
+        paths = [o.nvme_path for o in offloads if o.device == "nvme" and o.nvme_path is not None]
+        nvme = [NvmeConfig(Path(path)) for path in {os.path.realpath(path): path for path in paths}.values()]
     if not nvme and any(offload.device == "nvme" for offload in offloads):
         raise ConfigError(
             "an offload section has device nvme but no path is given: set tiering.nvme to "

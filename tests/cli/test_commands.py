@@ -305,6 +305,7 @@ def test_bench_io_runs_every_backend(backend, tmp_path, capsys) -> None:
         (["--queue-depth", "0"], "--queue-depth is 0"),
         (["--size", "1MiB"], "too small"),
         (["--path", "/does/not/exist"], "cannot use this path"),
+        (["--path", "/tmp", "--path", "/tmp/."], "--path has /tmp twice: give each directory once"),
         (["--sweep", "--write-config", "/does/not/exist.json"], "there is no such directory"),
     ],
 )

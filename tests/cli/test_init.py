@@ -70,6 +70,7 @@ def test_a_path_that_cannot_be_used_is_named(quick, capsys) -> None:
         (["--profile", "nowhere/profile.json"], "--profile nowhere/profile.json: there is no such directory"),
         (["--host-memory", "2gigs"], "tiering.host_memory: '2gigs' is not a size"),
         (["--nvme", "file/swap"], "file is no directory: give another path"),
+        (["--nvme", "./swap"], "--nvme has swap twice"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(options, message, quick, capsys, monkeypatch) -> None:

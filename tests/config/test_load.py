@@ -219,6 +219,19 @@ def test_nvme_paths_come_from_tiering_or_from_the_offload_sections() -> None:
     assert [(nvme.path, nvme.capacity_bytes) for nvme in config.tiering.nvme] == [(Path("/b"), 2 << 30)]
 
 
+def test_a_directory_counts_as_one_drive(tmp_path) -> None:
+    drive, link = tmp_path / "drive", tmp_path / "link"
+    link.symlink_to(drive)
+    for other in (str(link), f"{drive}/", f"{tmp_path}/./drive"):
+        with pytest.raises(ConfigError, match=r"tiering.nvme has .*: give each directory once"):
+            load_config({"tiering": {"nvme": [{"path": str(drive)}, {"path": other}]}})
+        sections = {
+            "offload_param": {"device": "nvme", "nvme_path": str(drive)},
+            "offload_optimizer": {"device": "nvme", "nvme_path": other},
+        }
+        assert len(load_config({"zero_optimization": {"stage": 3, **sections}}).tiering.nvme) == 1
+
+
 @pytest.mark.parametrize(
     ("device", "drives", "mib"), [("none", 2, 256), ("cpu", 2, 256), ("nvme", 1, 4), ("nvme", 3, 12), ("nvme", 8, 16)]
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.cli.arguments import check_least
-from infinity.config import AioConfig, format_size, load_config
+from infinity.config import AioConfig, check_apart, format_size, load_config
 from infinity.errors import ConfigError
 from infinity.io import IoOptions
 from infinity.io.fio import fio_version
@@ -115,8 +115,7 @@ def job_of(args: argparse.Namespace) -> Job:
         fio_version()  # missing is better said before a file is written than after
     config = load_config(args.config or {})
     paths = tuple(path.absolute() for path in args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ConfigError("the same --path is given twice; to keep a drive busier raise --queue-depth")
+    check_apart("--path", paths)
     return Job(
         paths=paths,
         operations=operations,
