@@ -220,9 +220,10 @@ def drives_here(config: Config) -> list[Drive]:
         path = nvme.path.absolute()
         while not path.exists():
             path = path.parent
-        free = shutil.disk_usage(path).free
-        free = free if nvme.capacity_bytes is None else min(free, nvme.capacity_bytes)
-        found.setdefault(os.stat(path).st_dev, Drive(str(nvme.path), free))  # noqa: PTH116 (`path` may be a mount)
+        number, free = os.stat(path).st_dev, shutil.disk_usage(path).free  # noqa: PTH116 (`path` may be a mount)
+        before = found.get(number, Drive(str(nvme.path), 0))
+        allowed = free if nvme.capacity_bytes is None else before.free_bytes + nvme.capacity_bytes
+        found[number] = Drive(before.path, min(free, allowed))
     return list(found.values())
 
 

