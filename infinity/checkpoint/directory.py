@@ -13,7 +13,7 @@ from pathlib import Path
 from infinity.checkpoint.files import discard, is_file_name, read_plain, write_file
 from infinity.checkpoint.format import MANIFEST
 from infinity.errors import CheckpointError, ConfigError, StorageError
-from infinity.io.directory import make_lasting, sync_directory
+from infinity.io.directory import how_to_grow, make_lasting, sync_directory
 from infinity.zero.ranks import Ranks
 from infinity.zero.shared_directory import MARK
 
@@ -310,5 +310,5 @@ def locked(directory: Path) -> Iterator[bool]:
 def _storage_error(error: OSError, path: Path) -> StorageError:
     """An error of writing, with what to do about it."""
     code = error.errno or errno.EIO
-    hint = "; free some space or save elsewhere" if code in (errno.ENOSPC, errno.EDQUOT) else ""
+    hint = f"; {how_to_grow(error)} or save elsewhere" if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
     return StorageError(code, f"the checkpoint cannot be written: {os.strerror(code)}{hint}", str(path), 0)

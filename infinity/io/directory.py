@@ -158,6 +158,13 @@ def allocate(descriptor: int, nbytes: int, start: int = 0) -> None:
     os.posix_fallocate(descriptor, start, nbytes)
 
 
+def how_to_grow(error: OSError) -> str:
+    """Return what to do if a file cannot grow. The caller adds where else the file could be."""
+    if error.errno == errno.EFBIG:
+        return "raise the limit on the size of files (ulimit -f)"
+    return "free some space"
+
+
 def reserve(descriptor: int, nbytes: int, path: Path) -> None:
     """Reserve the first `nbytes` of a file.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infinity.errors import StorageError
 from infinity.io import IoEngine, IoFuture, IoStats, Priority, Span
-from infinity.io.directory import allocate
+from infinity.io.directory import allocate, how_to_grow
 from infinity.memory import FreeList
 from infinity.tiers.checksums import Checksums
 from infinity.tiers.striping import Piece
@@ -88,7 +88,8 @@ class _File:
         except OSError as error:
             raise StorageError.of(
                 error,
-                f"cannot reserve {nbytes} bytes more for activations: free some, or choose another nvme path",
+                f"cannot reserve {nbytes} bytes more for activations ({error.strerror}): "
+                f"{how_to_grow(error)}, or choose another nvme path",
                 self.owned.path,
                 self._size,
             ) from error

@@ -193,7 +193,7 @@ class SwapSpace:
                 return adopt_owned(directory, run.data_name(index), size, run.found.sizes[index])
             return create_owned(directory, self._rank, size, f"{run.data_name(index)}.swap")
         except StorageError as error:
-            if self.slots.nbytes and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if self.slots.nbytes and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise self._two_slots(error) from error
             raise
 

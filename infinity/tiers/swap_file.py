@@ -31,7 +31,7 @@ from shutil import disk_usage
 from types import FrameType
 
 from infinity.errors import StorageError
-from infinity.io.directory import allocate, check_private, create_private, open_directory
+from infinity.io.directory import allocate, check_private, create_private, how_to_grow, open_directory
 
 _log = logging.getLogger(__name__)
 _PREFIX, _SUFFIX, _NEW = "infinity-", ".swap", ".new"
@@ -237,7 +237,7 @@ def _reserve(owned: OwnedFile, directory: Path, nbytes: int) -> None:
         raise StorageError.of(
             error,
             f"cannot reserve {nbytes} bytes for the model's states "
-            f"({error.strerror}; {_free(directory)} bytes are free): free some, or choose another nvme path",
+            f"({error.strerror}; {_free(directory)} bytes are free): {how_to_grow(error)}, or choose another nvme path",
             directory,
         ) from error
 

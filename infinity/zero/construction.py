@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.config import Config, load_config
 from infinity.config.load import ConfigSource
 from infinity.errors import StorageError
-from infinity.io.directory import allocate
+from infinity.io.directory import allocate, how_to_grow
 from infinity.zero.ranks import world_size
 
 FILE_BYTES = 256 << 10  # smaller parameters stay in memory: a mapping for each would cost more than it saves
@@ -134,8 +134,8 @@ def _in_file(values: torch.Tensor, directory: Path | None, name: str, dtype: tor
     except OSError as error:
         raise StorageError(
             error.errno or errno.EIO,
-            f"zero.Init cannot keep {name} ({nbytes} bytes) in a file: {error.strerror}; free space, set TMPDIR, or "
-            "give Init a configuration with another nvme_path",
+            f"zero.Init cannot keep {name} ({nbytes} bytes) in a file: {error.strerror}; "
+            f"{how_to_grow(error)}, set TMPDIR, or give Init a configuration with another nvme_path",
             str(directory or tempfile.gettempdir()),
             0,
         ) from error

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 import infinity
-from infinity.checkpoint.directory import latest_tag, locked, replacing, restore_interrupted
+from infinity.checkpoint.directory import latest_tag, locked, replacing, restore_interrupted, writing
 from infinity.checkpoint.find import find_checkpoint
 from infinity.io.directory import make_lasting
 from tests import prepared
@@ -35,6 +35,9 @@ def test_a_failed_save_leaves_the_old_one(tmp_path) -> None:
     assert full.value.errno == errno.ENOSPC
     assert (tmp_path / "tag" / "file").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "tag"]
+    too_large = r"; raise the limit on the size of files \(ulimit -f\) or save elsewhere"
+    with pytest.raises(infinity.StorageError, match=too_large), writing(tmp_path):
+        raise OSError(errno.EFBIG, "too large")
 
 
 def fail(*_: object, **__: object) -> NoReturn:

@@ -93,7 +93,7 @@ def test_a_temporary_directory_that_is_full_is_named(corpus, monkeypatch) -> Non
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("tempfile.TemporaryFile", full)
-    with pytest.raises(ConfigError, match=r"a temporary file in .*No space left on device; set TMPDIR"):
+    with pytest.raises(ConfigError, match=r"in .*No space left on device; free some space, or set TMPDIR"):
         TokenizedFiles(find_files([corpus]), [])
 
 

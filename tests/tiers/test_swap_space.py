@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -102,6 +103,19 @@ def test_a_drive_that_is_too_full_names_itself_and_leaves_nothing(tmp_path, monk
     space.close()
     assert not list((tmp_path / "a").iterdir())
     assert allocated == [4 * MIB]
+
+
+def test_a_limit_on_the_size_of_files_is_not_taken_for_a_full_drive(tmp_path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    space = open_swap([NvmeConfig(tmp_path)], OPTIONS)
+    space.reserve(64 * MIB)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (32 * MIB, hard))
+    try:
+        with pytest.raises(StorageError, match=r"File too large.*: raise the limit on the size of files \(ulimit -f\)"):
+            space.create()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    space.close()
 
 
 def test_a_directory_that_cannot_be_looked_at_is_named(tmp_path, monkeypatch) -> None:

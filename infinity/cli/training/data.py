@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from infinity.cli.training.turns import in_turns
 from infinity.errors import ConfigError
+from infinity.io.directory import how_to_grow
 from infinity.zero.ranks import ALONE, Ranks
 
 _SUFFIXES = frozenset((".txt", ".md", ".rst", ".py", ".json", ".html", ".c", ".h", ".cpp"))
@@ -148,8 +149,8 @@ def _temporary_file() -> Iterator[IO[bytes]]:
             yield file
     except OSError as error:
         raise ConfigError(
-            f"the tokens of --data cannot be written to a temporary file in {tempfile.tempdir}: {error.strerror}; set "
-            "TMPDIR to a directory that has 4 bytes free for each token"
+            f"the tokens of --data cannot be written to a temporary file in {tempfile.tempdir}: {error.strerror}; "
+            f"{how_to_grow(error)}, or set TMPDIR to a directory that has 4 bytes free for each token"
         ) from error
 
 
