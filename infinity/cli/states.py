@@ -16,6 +16,7 @@ from infinity.config import format_size
 from infinity.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from infinity.tiers.records import Record
     from infinity.tiers.run_files import KeptFile
 
 
@@ -120,7 +121,7 @@ def _look(directory: Path) -> list[_Kept]:
 
 
 def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
-    from infinity.tiers.run_files import is_held, read_record
+    from infinity.tiers.run_files import is_held, missing_states, read_record
 
     step = None
     problem = next((f"not to be gone on from: {file.foreign}" for file in files if file.foreign is not None), None)
@@ -131,13 +132,21 @@ def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
         problem = "its record is on another path"
     else:
         try:
-            generations = read_record(record.path).generations
-            if generations:
-                step = int(generations[0].state["counters"]["global_steps"])
-            else:
+            described = read_record(record.path)
+            if not described.generations:
                 problem = "it has ended, and goes with the next start"
+            else:
+                step = int(described.generations[0].state["counters"]["global_steps"])
+                missing = missing_states(described, _directories(described, record.path.parent))
+                problem = f"{missing[0]} is missing, unless its drive is mounted elsewhere now" if missing else None
         except CheckpointError:
             problem = "its record is damaged"
     nbytes = sum(map(_size, files))
     in_use = any(is_held(file.path) for file in files if file.is_data and file.foreign is None)
     return _Kept(run, rank, step, nbytes, in_use, problem)
+
+
+def _directories(record: Record, first: Path) -> list[Path]:
+    """The directories of a run's states; the first one, which has the record, may have been mounted elsewhere."""
+    paths = [stripe.path for stripe in record.stripes]
+    return [first if path == paths[0] else path for path in paths]

@@ -122,9 +122,7 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
         remove(files)  # the run had ended, and was killed while it removed its files
         return None
     if record is not None:
-        wanted = [path / data_name(record.run, rank, index) for index, path in enumerate(directories)]
-        there = {file.path for file in files}
-        missing = [path for path in wanted if path not in there]
+        missing = missing_states(record, directories)
         if missing and record.generations[0].sequence > 1:
             raise CheckpointError(
                 f"{missing[0]} is missing, of the states that {records[0].path} describes: give all paths in the order "
@@ -134,6 +132,12 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
             remove(files)
             return None
     return record
+
+
+def missing_states(record: Record, directories: Sequence[Path]) -> list[Path]:
+    """Return the files of states that a record describes and that are not in these directories."""
+    wanted = [path / data_name(record.run, record.rank, index) for index, path in enumerate(directories)]
+    return [path for path in wanted if not os.path.lexists(path)]
 
 
 def flush_names(directories: Sequence[Path]) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.cli.main import main
-from infinity.config import load_config
+from infinity.config import format_size, load_config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StorageError
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.ticket import UpdateTicket
@@ -364,7 +364,7 @@ def test_a_living_run_keeps_its_directory(stopped, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["a byte of the record", "no record", "no states", "shorter states", "two runs"])
-def test_damage_is_refused_with_words(damage, stopped) -> None:
+def test_damage_is_refused_with_words(damage, stopped, capsys) -> None:
     (record,) = stopped.glob("*.record")
     (states,) = stopped.glob("*.slots")
     if damage == "a byte of the record":
@@ -386,6 +386,9 @@ def test_damage_is_refused_with_words(damage, stopped) -> None:
         words = "several runs"
     with pytest.raises((CheckpointError, StorageError), match=words):
         start(stopped)
+    if damage == "no states":
+        assert main(["states", "list", str(stopped)]) == 0
+        assert f"step 2  {format_size(record.stat().st_size)}  {states} is missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ending", ["record", "slots"])
