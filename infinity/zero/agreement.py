@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,8 +72,8 @@ def model_facts(model: nn.Module) -> Facts:
     return found | {"order of parameters": _digest([name for name, _ in model.named_parameters()])}
 
 
-def optimizer_facts(groups: list[dict[str, Any]], members: Mapping[str, int]) -> Facts:
-    """Return the hyper-parameters of each group, and the group of each parameter."""
+def optimizer_facts(groups: Sequence[Any], members: Mapping[str, int]) -> Facts:
+    """Return the hyper-parameters of each group, which is a mapping or a rule, and the group of each parameter."""
     found: dict[str, Any] = {f"group of `{name}`": index for name, index in members.items()}
     for index, group in enumerate(groups):
         found |= {f"`{key}` of group {index}": value for key, value in _flat("", group).items() if key != "params"}
@@ -85,11 +85,12 @@ def identity_facts(identity: Mapping[str, Any]) -> Facts:
     return _flat("", identity)
 
 
-def agree(ranks: Ranks, topics: Mapping[str, Facts]) -> None:
+def agree(ranks: Ranks, topics: Mapping[str, Facts], advice: str = "") -> None:
     """Check that all ranks have the same facts. All of them call this together.
 
     Args:
         topics: facts by topic, such as `configuration`; the same topics on all ranks.
+        advice: the end of the message.
 
     Raises:
         ConfigError: facts differ; names the first difference of each rank from rank 0.
@@ -107,7 +108,7 @@ def agree(ranks: Ranks, topics: Mapping[str, Facts]) -> None:
     ]
     more = f" ({len(found) - 3} more such)" if len(found) > 3 else ""
     raise ConfigError(
-        f"all ranks must be given the same configuration, model and optimizer, but {'; '.join(found[:3])}{more}"
+        f"all ranks must be given the same configuration, model and optimizer, but {'; '.join(found[:3])}{more}{advice}"
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.io import IoOptions, open_engine
 from infinity.io.gds import DeviceReads
-from infinity.kernels import cpus_near, share_threads
+from infinity.kernels import Rule, cpus_near, share_threads
 from infinity.memory import Arena, Lease, Ledger, Level
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.undo_log import UndoLog
@@ -423,8 +423,12 @@ def _as_one(ranks: Ranks, parts: ModelParts) -> Iterator[None]:
         yield
 
 
-def make_gradients(runtime: Runtime) -> Gradients:
-    """Create the collector of a training step's gradients."""
+def make_gradients(runtime: Runtime, update_rules: Callable[[], Sequence[Rule]]) -> Gradients:
+    """Create the collector of a training step's gradients.
+
+    Args:
+        update_rules: returns the present rules of the parameter groups.
+    """
     partition, rules = runtime.partition, runtime.sizing.rules
     units = runtime.executor.units
     source: Direct | Reduction
@@ -449,6 +453,7 @@ def make_gradients(runtime: Runtime) -> Gradients:
             device,
             runtime.counters,
             runtime.parts,
+            update_rules,
         )
     else:
         source = Direct(units, runtime.parts)

@@ -155,13 +155,18 @@ class Path:
             raise DivergedError(self._diverged) from None
 
     def flags(self) -> torch.Tensor:
-        """Return the checksum and its complement, to compare all ranks' paths by `Ranks.any_of`.
+        """Return the checksum, to compare all ranks' paths."""
+        return checksum_flags(self._number)
 
-        If the paths of all ranks are equal, the bytes equal their maximum over the ranks. Otherwise they differ from it
-        on every rank.
-        """
-        number = self._number.to_bytes(4, "big")
-        return torch.tensor([*number, *(255 - byte for byte in number)], dtype=torch.uint8, device="cpu")
+
+def checksum_flags(number: int) -> torch.Tensor:
+    """Return a number of 32 bits and its complement, to compare it over the ranks by `Ranks.any_of`.
+
+    If the numbers of all ranks are equal, the bytes equal their maximum over the ranks. Otherwise they differ from it
+    on every rank.
+    """
+    found = number.to_bytes(4, "big")
+    return torch.tensor([*found, *(255 - byte for byte in found)], dtype=torch.uint8, device="cpu")
 
 
 _HERE = "th exchange of units: "

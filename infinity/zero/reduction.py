@@ -21,8 +21,9 @@ during the reduce-scatter of the next unit, each rank all-reduces its slice with
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -34,12 +35,16 @@ from infinity.kernels import GradStats
 from infinity.memory import Loan, scratch_on
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Sharding
+from infinity.zero.agreement import agree, optimizer_facts
 from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.model_parts import UNDIVIDED, ModelParts
 from infinity.zero.partition import UnitLayout
+from infinity.zero.path import checksum_flags
 from infinity.zero.ranks import Pending
 from infinity.zero.reduction_order import ReductionOrder
 from infinity.zero.unit import WHOLE, Collected, Unit
+
+_SCHEDULES = ". A scheduler that follows the loss (ReduceLROnPlateau) must get the same loss on all ranks: their mean"
 
 
 class Addend(NamedTuple):
@@ -154,6 +159,7 @@ class Reduction:
         shared: units that several modules use.
         device: where the model computes.
         parts: the other parts of a divided model.
+        update_rules: returns the present update rules of the parameter groups.
 
     Attributes:
         flags_late: whether `flagged`, at the end of the pass, names the parameters with a gradient, instead of each
@@ -171,6 +177,7 @@ class Reduction:
         device: torch.device,
         counters: Counters,
         parts: ModelParts = UNDIVIDED,
+        update_rules: Callable[[], Sequence[object]] = list,
     ) -> None:
         self.groups = groups
         self._last = False
@@ -186,6 +193,7 @@ class Reduction:
         self._scratch = scratch_on(device, read_late=rules.streams)
         self._counters = counters
         self._parts = parts
+        self._update_rules = update_rules
         self.shares = bool(parts.shares)
         self._reduces = False  # in the running backward pass
         self._scattering: _PendingReduction | None = None
@@ -358,16 +366,21 @@ class Reduction:
                 self._note(unit, unit.total.unreduced)
             present = self._present
         path = self.groups.all.path.flags()
-        flags = torch.cat([left, present, path, torch.tensor([not self._order.suits], dtype=torch.uint8, device="cpu")])
+        update_rules = checksum_flags(zlib.crc32(repr(self._update_rules()).encode()))
+        suits = torch.tensor([not self._order.suits], dtype=torch.uint8, device="cpu")
+        flags = torch.cat([left, present, path, update_rules, suits])
         with self.agreeing():
             self.groups.all.any_of(flags).wait()
-        left, present, path_of_all, unsuited = flags.split([count, len(present), len(path), 1])
+        sizes = [count, len(present), len(path), len(update_rules), 1]
+        left, present, path_of_all, rules_of_all, unsuited = flags.split(sizes)
         if not torch.equal(path_of_all, path):
             raise DivergedError(
                 "the ranks have run different modules in this step, or the same in another order, so that gradients or "
                 "parameters of different units were mixed: have all ranks take one path through the model, and draw "
                 "what it depends on (layers that are left out at random) from one seed"
             )
+        if not torch.equal(rules_of_all, update_rules):  # each rank would update its shard by its own rule
+            agree(self.groups.all, {"optimizer": optimizer_facts(self._update_rules(), {})}, _SCHEDULES)
         if self.flags_late:
             self._present = present
         return [self._units[int(index)] for index in left.nonzero()], not bool(unsuited)

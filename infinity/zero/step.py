@@ -118,7 +118,7 @@ class Step(Listener):
         self._executor, self._ranks = runtime.executor, runtime.ranks
         if config.zero.stage == 3 and self._ranks.size > 1:
             self._ranks.path.check(self._ranks)
-        self.gradients = make_gradients(runtime)
+        self.gradients = make_gradients(runtime, optimizer.rules)
         self.updates = Updates(
             runtime.partition.sharding,
             runtime.executor,

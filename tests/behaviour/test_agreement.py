@@ -83,6 +83,53 @@ def test_all_ranks_refuse_what_differs_on_one_and_name_it(tmp_path) -> None:
             assert expected in message, message
 
 
+# Hyper-parameters that change between steps #
+
+EVICTED = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+RULES: list[tuple[dict[str, Any], bool]] = [  # what is configured, and whether training can go on
+    ({"tiering": {"update_schedule": "deferred"}}, True),
+    ({"tiering": {"update_schedule": "speculative"}}, True),
+    ({"tiering": {"update_schedule": "backward"}, "gradient_clipping": 0.0} | EVICTED, False),
+    ({"zero_optimization": {"stage": 0}}, True),
+    ({"zero_optimization": {"stage": 2}, "communication": {"shard_size": 1}}, True),
+]
+
+
+def train_with_own_rates() -> list[tuple[str, dict[str, torch.Tensor]]]:
+    found = []
+    for more, goes_on in RULES:
+        model, config = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), dict(CONFIG)
+        with infinity.initialize(model=model, config=config | more)[0] as engine:
+
+            def step(engine: infinity.Engine = engine) -> None:
+                engine.backward(engine(torch.randn(4, WIDTH)).square().mean())
+                engine.step()
+
+            step()
+            group = engine.optimizer.param_groups[0]
+            before, group["lr"] = group["lr"], group["lr"] * (0.1 if dist.get_rank() else 1)
+            with pytest.raises(infinity.ConfigError) as refused:
+                step()
+            weights = {}
+            group["lr"] = before
+            if goes_on:
+                step()
+                assert engine.global_steps == 2
+                weights = dict(engine.named_parameters())
+            else:
+                with pytest.raises(infinity.InfinityError, match="has stopped after an error"):
+                    step()
+            found.append((str(refused.value), weights))
+    return found
+
+
+def test_ranks_with_rates_of_their_own_are_told_and_train_no_models_of_their_own(tmp_path) -> None:
+    for here, there in zip(*run_ranks(2, train_with_own_rates, path=tmp_path), strict=True):
+        assert "rank 1 differs in its optimizer: `lr` of group 0 is 0.001 and 0.01 on rank 0. A sched" in here[0]
+        assert there[0] == here[0]
+        assert all(torch.equal(weight, there[1][name]) for name, weight in here[1].items())
+
+
 # What rank 1 alone cannot have of its machine, what it says itself, and the error.
 LACKS: list[tuple[dict[str, Any], str, type[infinity.InfinityError]]] = [
     ({"host_memory": "16KiB"}, "Raise tiering.host_memory", infinity.CapacityError),
