@@ -246,6 +246,7 @@ def _started(descriptors: list[int]) -> dict[str, Any]:
 
 def _become(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])

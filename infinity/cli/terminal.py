@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
@@ -18,6 +19,15 @@ _CANNOT_DRAW = frozenset(("dumb", "unknown"))
 def plain(text: str) -> str:
     """Somebody's text as it can be shown: what would move a cursor, set a title or turn the line round is escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def drop_unread_streams() -> None:
+    """Have standard output or error, where nobody can read it any more, written to nowhere."""
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)  # a pipe without a reader and a closed terminal are told in any case
+    for number, _ in poll.poll(0):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def is_terminal() -> bool:

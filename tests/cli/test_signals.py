@@ -45,6 +45,23 @@ def test_two_signals_during_one_call_are_two() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_closes_is_one_signal_or_none(ignored, monkeypatch) -> None:
+    """The kernel sends it and the shell does; under nohup neither is to end the run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with StopSignals(Progress(1, json_lines=True), saves=False) as stop:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGHUP)
+            assert stop.first == (0 if ignored else signal.SIGHUP)
+            assert not stop.twice
+            if not ignored:
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def _receive_two_in_a_call() -> None:
     def send() -> None:
         for _ in range(2):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from infinity.cli.reporting.summary import ROUTES
-from infinity.cli.terminal import is_terminal, plain
+from infinity.cli.terminal import drop_unread_streams, is_terminal, plain
 from infinity.cli.training.display import Display
 from infinity.cli.training.log import RunLog
 from infinity.config import format_size
@@ -101,9 +103,14 @@ class Progress:
         json_lines: print JSON on standard output instead of what people read on standard error.
         silent: show nothing; another rank does.
         log: also gets every step.
+
+    Attributes:
+        stopping: a signal has ended the run. It may have ended a reader of the output, too, such as `tee` in a pipe,
+            and what is trained must be saved all the same.
     """
 
     def __init__(self, steps: int, *, json_lines: bool, silent: bool = False, log: RunLog | None = None) -> None:
+        self.stopping = False
         self._steps = steps
         self._silent = silent
         self._json = json_lines
@@ -124,9 +131,24 @@ class Progress:
     def close(self) -> None:
         """Give the terminal back and end the log; a second time does nothing."""
         if self._display is not None:
-            self._display.end()
+            with self._writing():
+                self._display.end()
         if self._log is not None:
             self._log.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Go on without a terminal that has been closed, and after a signal without any reader.
+
+        Raises:
+            OSError: another one.
+        """
+        try:
+            yield
+        except OSError as error:
+            if not self.stopping and error.errno != errno.EIO:
+                raise
+            drop_unread_streams()
 
     def show(self, report: StepReport) -> None:
         """A step has finished."""
@@ -140,12 +162,13 @@ class Progress:
         self._seconds += report.step_s
         if self._log is not None:
             self._log.step(report)
-        if self._json:
-            print(json.dumps(report.facts()), flush=True)
-        elif self._display is not None:
-            self._display.show(report)
-        else:
-            print(report.line(self._steps), file=sys.stderr, flush=True)
+        with self._writing():
+            if self._json:
+                print(json.dumps(report.facts()), flush=True)
+            elif self._display is not None:
+                self._display.show(report)
+            else:
+                print(report.line(self._steps), file=sys.stderr, flush=True)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """The model was evaluated."""
@@ -154,7 +177,8 @@ class Progress:
         if self._log is not None:
             self._log.evaluation(evaluation)
         if self._json:
-            print(json.dumps(evaluation.facts()), flush=True)
+            with self._writing():
+                print(json.dumps(evaluation.facts()), flush=True)
         else:
             self.note(evaluation.line())
 
@@ -163,15 +187,17 @@ class Progress:
         if self._silent:
             return
         text = plain(text)
-        if self._display is not None:
-            self._display.note(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        with self._writing():
+            if self._display is not None:
+                self._display.note(text)
+            else:
+                print(text, file=sys.stderr, flush=True)
 
     def finish(self) -> None:
         """Show what moved where."""
         if self._display is not None:
-            self._display.end()
+            with self._writing():
+                self._display.end()
         if self._json or self._first is None or self._last is None:
             return
         steps = self._last.step - self._first.step + 1
@@ -187,4 +213,5 @@ class Progress:
             *((f"stall {cause}", f"{s:.1f} s") for cause, s in self._stalled.items() if s >= 0.05),
         ]
         width = max(len(name) for name, _ in rows)
-        print("\n".join(f"  {name:<{width}}  {value}" for name, value in rows), file=sys.stderr, flush=True)
+        with self._writing():
+            print("\n".join(f"  {name:<{width}}  {value}" for name, value in rows), file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM during training: the first ends the run after its step, the second ends it at once.
+"""Ctrl-C, SIGTERM and SIGHUP during training: the first ends the run after its step, the second ends it at once.
+
+SIGHUP is never the second: of a terminal that closes, a process gets it from the kernel and from the shell, and at a
+logout after SIGTERM. Under nohup it stays ignored.
 
 Python calls a handler between two bytecodes of the main thread, and once for several signals. The main thread may be in
 a backward pass for minutes. So the system's handler also writes a byte for each signal into a pipe, which a thread
@@ -14,7 +17,7 @@ from types import FrameType
 
 from infinity.cli.training.progress import Progress
 
-_NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _END = b"\0"  # the number of no signal
 _GRACE_S = 3.0  # for the main thread to leave after the second signal
 
@@ -39,7 +42,9 @@ class StopSignals:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._before = {number: signal.getsignal(number) for number in _NUMBERS}
-        for number in _NUMBERS:
+        if self._before[signal.SIGHUP] is signal.SIG_IGN:
+            del self._before[signal.SIGHUP]
+        for number in self._before:
             signal.signal(number, self._handle)
         self._fd_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._thread.start()
@@ -65,10 +70,17 @@ class StopSignals:
         return max(len(self._handled), len(self._read)) > 1
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self._handled.append(signum)
-        if self.twice:
+        if self._counts(signum, self._handled) and self.twice:
             self._restore()
             signal.raise_signal(signum)
+
+    def _counts(self, signum: int, received: list[int]) -> bool:
+        """Add a signal to those received; False for a SIGHUP that is not the first."""
+        if signum == signal.SIGHUP and received:
+            return False
+        self._progress.stopping = True
+        received.append(signum)
+        return True
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -77,10 +89,9 @@ class StopSignals:
     def _watch(self) -> None:
         """Answer the first signal, and end the process after the second if the main thread does not leave."""
         while (byte := os.read(self._read_end, 1)) != _END:
-            if byte[0] not in _NUMBERS:
+            if byte[0] not in self._before or not self._counts(byte[0], self._read):
                 continue
-            self._read.append(byte[0])
-            name = "Ctrl-C" if byte[0] == signal.SIGINT else "SIGTERM"
+            name = "Ctrl-C" if byte[0] == signal.SIGINT else signal.Signals(byte[0]).name
             if len(self._read) == 1:
                 then = ", then saving the model" if self._saves else ""
                 self._progress.note(f"{name}: stopping after this step{then} ({name} again: leave at once)")
