@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from infinity.cli.arguments import check_file, path_argument, size_argument
+from infinity.cli.terminal import unwind_on_signals
 
 if TYPE_CHECKING:
     from infinity.cli.disk.job import Job
@@ -73,8 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit code."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _end)
+    unwind_on_signals()
     from infinity.cli.disk.job import job_of
 
     job = job_of(args)
@@ -143,8 +140,3 @@ def _files(job: Job, buffers: Span, stack: ExitStack) -> tuple[list[Path], float
         ):
             session.fill()
     return files, time.perf_counter() - start_s
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """A signal ends the command as an exception would: its files are removed."""
-    raise SystemExit(128 + number)

@@ -10,6 +10,7 @@ from typing import Any
 from infinity.cli.arguments import check_directory, check_file, path_argument
 from infinity.cli.packages import needed_packages
 from infinity.cli.ready import ready_configuration
+from infinity.cli.terminal import unwind_on_signals
 from infinity.config import check_apart, format_size, load_config, with_values, write_json
 from infinity.errors import ConfigError
 
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         check_directory("--nvme", path)
     for path in args.nvme:
         _make(path)
+    unwind_on_signals()
     profile, seconds = _measured(args.nvme)
     from infinity.cli.training.precision import faster_precision
 

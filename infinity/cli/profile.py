@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import check_directory, check_file, check_least, path_argument, size_argument
+from infinity.cli.terminal import unwind_on_signals
 from infinity.config import check_apart, format_size, load_config, write_json
 from infinity.errors import ConfigError
 
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from infinity.profiling import planned_write_bytes, run_profile
     from infinity.zero.ranks import join_ranks
 
+    unwind_on_signals()
     job = _job(args)
     if args.output is not None:
         check_file("--output", args.output)

@@ -6,9 +6,12 @@ import atexit
 import logging
 import os
 import select
+import signal
 import sys
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -28,6 +31,18 @@ def drop_unread_streams() -> None:
         poll.register(number, 0)  # a pipe without a reader and a closed terminal are told in any case
     for number, _ in poll.poll(0):
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
+def unwind_on_signals() -> None:
+    """Have SIGTERM, and SIGHUP if it is not ignored, end the command as an exception does: its files are removed."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def is_terminal() -> bool:

@@ -280,16 +280,18 @@ def _free(directory: Path) -> int | str:
         return "an unknown number of"
 
 
-# SIGTERM ends a Python process without its exit handlers, so the swap files would stay. If the application has not
-# set a handler, ours removes the files and ends the process by the same signal.
+# SIGTERM and SIGHUP end a Python process without its exit handlers, so the swap files would stay. If the application
+# has not set a handler, ours removes the files and ends the process by the same signal.
 _live: set[_Place] = set()
 
 
 def _remove_at_the_end(place: _Place) -> None:
     _remove_at_exit()
     _live.add(place)
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _die_of_sigterm)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _die)
 
 
 @cache
@@ -307,7 +309,7 @@ def _remove_live() -> None:
             _attempt(place.unlink, place.path)
 
 
-def _die_of_sigterm(signum: int, frame: FrameType | None) -> None:
+def _die(signum: int, frame: FrameType | None) -> None:
     _remove_live()
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)

@@ -89,7 +89,7 @@ def test_a_process_may_end_while_units_are_updated(ending, code, tmp_path) -> No
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_no_swap_file_remains_after_a_signal(number, tmp_path) -> None:
     process = start(tmp_path, "wait")
     assert list(tmp_path.iterdir())
