@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,21 @@ def test_a_terminal_that_closes_is_one_signal_or_none(ignored, monkeypatch) -> N
                     signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_output_that_cannot_be_written_does_not_end_the_run(monkeypatch) -> None:
+    progress = Progress(1, json_lines=False)
+    reader, writer = os.pipe()
+    os.close(reader)
+    for stream in (os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"), os.fdopen(writer, "w")):
+        monkeypatch.setattr("sys.stderr", stream)
+        if stream.name == writer:
+            with pytest.raises(BrokenPipeError):
+                progress.note("a step")
+            progress.stopping = True
+        progress.note("saving the model")
+        with suppress(OSError):
+            stream.close()
 
 
 def _receive_two_in_a_call() -> None:

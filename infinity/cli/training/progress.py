@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import sys
@@ -138,15 +137,15 @@ class Progress:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Go on without a terminal that has been closed, and after a signal without any reader.
+        """Go on if output cannot be written, on a full drive or a closed terminal: that loses less than an end would.
 
         Raises:
-            OSError: another one.
+            BrokenPipeError: nobody reads it any more, and no signal has ended the run.
         """
         try:
             yield
         except OSError as error:
-            if not self.stopping and error.errno != errno.EIO:
+            if isinstance(error, BrokenPipeError) and not self.stopping:
                 raise
             drop_unread_streams()
 
