@@ -149,14 +149,14 @@ def replacing(directory: Path, tag: str, *, mark_latest: bool = True) -> Iterato
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn errors of files into such as say that the checkpoint at `path` cannot be written."""
+def writing(path: Path, what: str = "the checkpoint") -> Iterator[None]:
+    """Turn errors of files into such as say that the checkpoint, or `what` else is at `path`, cannot be written."""
     try:
         yield
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        raise _storage_error(error, path) from error
+        raise _storage_error(error, path, what) from error
 
 
 def restore_interrupted(directory: Path) -> set[str]:
@@ -307,8 +307,8 @@ def locked(directory: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _storage_error(error: OSError, path: Path) -> StorageError:
+def _storage_error(error: OSError, path: Path, what: str = "the checkpoint") -> StorageError:
     """An error of writing, with what to do about it."""
     code = error.errno or errno.EIO
     hint = f"; {how_to_grow(error)} or save elsewhere" if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
-    return StorageError(code, f"the checkpoint cannot be written: {os.strerror(code)}{hint}", str(path), 0)
+    return StorageError(code, f"{what} cannot be written: {os.strerror(code)}{hint}", str(path), 0)

@@ -170,7 +170,7 @@ def _pickle(path: Path, tied: Mapping[str, str]) -> None:
 def _unfinished(directory: Path) -> Iterator[Path]:
     """A directory for files on their way into `directory`, which nobody else writes an export to meanwhile."""
     unfinished = directory / _UNFINISHED
-    with writing(directory), exclusive(directory):
+    with writing(directory, "the model"), exclusive(directory):
         discard(unfinished)
         unfinished.mkdir()
         try:

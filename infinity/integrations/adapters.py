@@ -34,7 +34,7 @@ def save_adapters(
 
     Raises:
         ConfigError: the model is none of PEFT's, or has no such adapter; or `dtype` is no floating-point dtype.
-        StorageError, CheckpointError: rank 0 could not write; an earlier adapter is still there.
+        InfinityError: rank 0 could not write, which all ranks are told; an earlier adapter is still there.
     """
     check_dtype(dtype)
     model = _peft_model(engine, adapter)
@@ -43,9 +43,8 @@ def save_adapters(
         value = full_fp32_values(model.get_parameter(name))
         assert value is not None
         values[name] = value.to("cpu", dtype)
-    rank = engine.begin_gathering("save_adapters", stores=False).ranks.rank
-    if rank == 0:
-        _write(model, Path(directory), adapter, values)
+    ranks = engine.begin_gathering("save_adapters", stores=False).ranks
+    ranks.on_rank_0(lambda: _write(model, Path(directory), adapter, values))
 
 
 def export_adapters(

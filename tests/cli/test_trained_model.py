@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import warnings
@@ -330,10 +331,29 @@ def test_a_tokenizer_that_cannot_be_written_is_told_in_words(workspace, monkeypa
         raise Exception("No space left on device (os error 28)")
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
-    out = workspace / "out"
-    assert main(arguments(workspace, "--steps", "1", "--output", str(out))) == 2
+    out, saved = workspace / "out", ["--save-dir", str(workspace / "checkpoints")]
+    assert main(arguments(workspace, "--steps", "1", "--output", str(out), *saved)) == 2
     assert f"{out} cannot be written: Exception: No space left on device" in capsys.readouterr().err
     assert not list(out.glob(".tmp*"))
+
+
+def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(workspace, monkeypatch, capsys) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    options = ["--steps", "2", "--save-dir", str(workspace / "checkpoints")]
+    with monkeypatch.context() as patched:
+        patched.setattr("infinity.checkpoint.export.publish", full)
+        assert main(arguments(workspace, *options)) == 2
+        shown = capsys.readouterr().err
+        assert f"saved {workspace}/checkpoints/global_step2" in shown
+        assert f"`infinity checkpoint export {workspace}/checkpoints DIRECTORY` makes it of the checkpoint" in shown
+        assert "error: [Errno 28] the model cannot be written: No space left on device; free some space" in shown
+        patched.setattr("infinity.checkpoint.directory._swap", full)
+        assert main(arguments(workspace, *options, "--save-dir", str(workspace / "full"))) == 2
+        assert "the trained model cannot be written, nor can a checkpoint: [Errno 28]" in capsys.readouterr().err
+    assert exported(workspace) == 0
+    assert continued(workspace / "exported", "the", 5)
 
 
 def test_a_checkpoint_that_does_not_name_its_model_is_exported_with_a_note(workspace, tmp_path, capsys) -> None:

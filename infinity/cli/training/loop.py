@@ -37,7 +37,7 @@ from infinity.cli.training.sources import Data, DataOptions, open_data
 from infinity.cli.training.tokenizers import find_tokenizer
 from infinity.config import load_config
 from infinity.engine import Engine
-from infinity.errors import ConfigError, NonFiniteError
+from infinity.errors import ConfigError, InfinityError, NonFiniteError
 from infinity.setup import initialize
 from infinity.tiers import compute_device
 from infinity.zero.ranks import join_ranks
@@ -156,7 +156,11 @@ def train(settings: Settings) -> int:
         if prepared.output is not None:
             if signum:
                 progress.note(f"stopped after step {engine.global_steps}; saving the model (Ctrl-C again: do not save)")
-            save_trained(engine, prepared.output, tokenizer)
+            try:
+                save_trained(engine, prepared.output, tokenizer)
+            except InfinityError:
+                run.keep()
+                raise
         if engine.config.tiering.crash_consistent and not signum:
             run.end()
         progress.finish()
@@ -368,6 +372,20 @@ class _Run:
         )
         self._saved_step = engine.global_steps
         self._tell_of_saved()
+
+    def keep(self) -> None:
+        """Save a checkpoint of this step, if there is none, because the trained model could not be written."""
+        directory = self._settings.saving.checkpoints
+        try:
+            if self._saved_step != self._engine.global_steps:
+                self.save(wait=True)
+        except InfinityError as error:
+            self._progress.note(f"the trained model cannot be written, nor can a checkpoint: {error}")
+            return
+        self._progress.note(
+            f"the trained model cannot be written; `infinity checkpoint export {directory} DIRECTORY` makes it of the "
+            "checkpoint, and --resume goes on from there"
+        )
 
     def _tell_of_saved(self) -> None:
         """Say that a checkpoint is there, when it is.

@@ -85,11 +85,14 @@ def save_trained(engine: Engine, directory: Path, tokenizer: Any | None) -> None
         tokenizer: None for bytes, for which a tokenizer is written whose tokens are bytes.
 
     Raises:
-        StorageError, CheckpointError: writing failed; an earlier model in the directory is still there.
+        InfinityError: writing failed, on all ranks; an earlier model in the directory is still there.
     """
+
+    def write_tokenizer() -> None:
+        with files_of_library(directory) as new:
+            (byte_tokenizer() if tokenizer is None else tokenizer).save_pretrained(new)
+
     save_pretrained(engine, directory)
     if hasattr(engine.module, "peft_config"):
         save_adapters(engine, directory / ADAPTERS)
-    if engine.global_rank == 0:
-        with files_of_library(directory) as new:
-            (byte_tokenizer() if tokenizer is None else tokenizer).save_pretrained(new)
+    engine.begin_gathering("the end of infinity train", stores=False).ranks.on_rank_0(write_tokenizer)
