@@ -27,6 +27,10 @@ class CriticalSection:
         """Record that an operation other than a hand-over was cut short."""
         self._open += 1
 
+    def note_rollback(self) -> None:
+        """Record that the running hand-over was rolled back: the exception that ends it leaves nothing half way."""
+        self._open -= 1
+
     def __enter__(self) -> None:
         self._open += 1
 

@@ -118,12 +118,15 @@ class Params:
     def create(self, each: UnitParams) -> bool:
         """Allocate memory for a unit without values; the caller fills its `shard`. Return False without room."""
         if each.site is Memory.DEVICE:
-            if each.spec.offloaded and not self.ledger.fits(each.spec.nbytes):
-                return False
-            self._allocate(each)
-        elif not self._stage(each):
+            has_room = not each.spec.offloaded or self.ledger.fits(each.spec.nbytes)
+        else:
+            has_room = self._stage(each)
+        if not has_room:
             return False
-        each.field.begin_write(each.site)
+        with self.critical:
+            if each.site is Memory.DEVICE:
+                self._allocate(each)
+            each.field.begin_write(each.site)
         if self._device is None:
             each.tensor.zero_()  # padding must be zero, and the memory may hold another unit's bytes
         return True
@@ -165,22 +168,35 @@ class Params:
             updated: an update needs the values in host memory, so the fetch must go through it.
         """
         direct = None if self._device is None or updated or len(each.spec.pieces) > 1 else self._device.direct
-        if each.home < Memory.HOST and each.site is Memory.DEVICE:
+        reads = each.home < Memory.HOST and each.site is Memory.DEVICE
+        reads_past_host = each.home is Memory.NVME and direct is not None
+        if not (reads or reads_past_host or each.home is Memory.SHARD or self._stage(each)):
+            return
+        with self.critical:
             self._allocate(each)
-            each.read(Memory.DEVICE, priority)
-        elif each.home is Memory.NVME and direct is not None:
-            self._allocate(each)
-            each.read_past_host(direct)
-        elif each.home is Memory.SHARD:
-            self._allocate(each)
+            if reads:
+                each.read(Memory.DEVICE, priority)
+            elif reads_past_host:
+                assert direct is not None
+                each.read_past_host(direct)
+            elif each.home is Memory.SHARD:
+                self._put_in_place(each)
+            else:
+                if each.field.state(Memory.HOST) is State.ABSENT:
+                    each.read(Memory.HOST, priority)
+                self.passing[each] = None
+                each.field.copies[Memory.HOST].pin()
+                each.field.expect(Memory.DEVICE)
+
+    def _put_in_place(self, each: UnitParams) -> None:
+        """Copy the SHARD to allocated memory. If an interrupt cuts this short, roll the hand-over back."""
+        try:
             each.put_in_place()
-        elif self._stage(each):
-            self._allocate(each)
-            if each.field.state(Memory.HOST) is State.ABSENT:
-                each.read(Memory.HOST, priority)
-            self.passing[each] = None
-            each.field.copies[Memory.HOST].pin()
-            each.field.expect(Memory.DEVICE)
+        except BaseException:
+            if each.computed_on.state is State.ABSENT:  # nothing but the compute stream has the memory
+                self._free(each)
+                self.critical.note_rollback()
+            raise
 
     def advance(self, each: UnitParams) -> None:
         """Start the upload of a passing unit if its read has ended; no update may be using the unit."""
@@ -241,11 +257,12 @@ class Params:
         """Free the device memory of an unpinned unit: RESIDENT -> STORED. Its newest value is in another memory."""
         self.await_update(each)
         assert each.spec.offloaded
-        if not each.field.drop(Memory.DEVICE):  # an exception interrupted a read access
-            for move in list(each.computed_on.moves):
-                move.wait(self._counters)
-            each.field.gone(Memory.DEVICE)
-        self._free(each)
+        with self.critical:
+            if not each.field.drop(Memory.DEVICE):  # an exception interrupted a read access
+                for move in list(each.computed_on.moves):
+                    move.wait(self._counters)
+                each.field.gone(Memory.DEVICE)
+            self._free(each)
 
     # Changes #
 
@@ -398,7 +415,10 @@ class Params:
     # Device memory #
 
     def _allocate(self, each: UnitParams) -> None:
-        """Allocate memory for the unit's tensor, see [Note: stable storage]."""
+        """Allocate memory for the unit's tensor, see [Note: stable storage].
+
+        This is a part of the hand-over to the unit's copy. If there is no memory, the hand-over is rolled back.
+        """
         if each.spec.offloaded:
             self.ledger.take(each.spec.nbytes, each.spec.name)
         try:
@@ -407,6 +427,7 @@ class Params:
         except BaseException:
             if each.spec.offloaded:
                 self.ledger.give(each.spec.nbytes)
+            self.critical.note_rollback()
             raise
         if self._device is not None:
             each.upload_after = self._device.link.mark()

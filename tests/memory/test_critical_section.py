@@ -95,6 +95,17 @@ def test_what_is_half_way_otherwise_can_be_said() -> None:
     assert critical.interrupted
 
 
+def test_what_was_rolled_back_is_not_half_way() -> None:
+    critical = CriticalSection()
+    with suppress(ValueError), critical:
+        critical.note_rollback()
+        raise ValueError
+    assert not critical.interrupted
+    with critical:
+        pass
+    assert not critical.interrupted
+
+
 def test_all_parts_of_an_arena_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that is half made in a part of it is known of the whole."""
     arena = Arena(1 << 20)
