@@ -105,9 +105,13 @@ class FlatSpec:
 
 @dataclass(frozen=True)
 class Device:
-    """A compute device with its own memory.
+    """A memory that units are computed in, apart from the memory that updates change.
+
+    It belongs to a device with its own memory, or to the CPU if several ranks share units: a rank updates its shard,
+    and computes with whole units.
 
     Attributes:
+        link: copies between the two memories; on the CPU within host memory.
         staging: host memory for copies of units whose home is another memory; pinned, for a GPU.
         direct: reads from the swap files straight into device memory; None if this is not possible.
     """
@@ -124,8 +128,8 @@ class Carriers:
     Attributes:
         swap: space of homes on NVMe.
         files: existing files that contain homes.
-        device: None if the compute device is the CPU.
-        spare: pages of evicted units, if the compute device is the CPU.
+        device: None if the model computes on the memory that updates change (a CPU, and one rank for each unit).
+        spare: pages of evicted units, if the model computes in host memory.
     """
 
     swap: SwapSpace
@@ -215,7 +219,7 @@ class UnitParams:
 
     @property
     def device(self) -> Device:
-        """The compute device; it must have its own memory."""
+        """The compute memory; it must be another one than that of updates."""
         assert self._carriers.device is not None
         return self._carriers.device
 
@@ -385,7 +389,7 @@ class UnitParams:
         parts = self._extent.parts(self._extent.found, self.span(self.site), 0)
         self._counted(self._carriers.swap.read_parts(parts, Priority.DEMAND), self.spec.shard_nbytes).result()
 
-    # A device with its own memory #
+    # A compute memory apart from that of updates #
 
     def _device_flat(self) -> tuple[torch.Tensor, tuple[Piece, ...]]:
         """Return the memory of the `device_copy`, and the shard's ranges in it."""
