@@ -4,16 +4,18 @@
 its start. What is tested by being started (an installed command, what an import brings with it, memory that is counted
 from nothing) starts with `subprocess`.
 
-The prepared process has imported and has run nothing, so that it has no threads, whose locks a child would inherit. A
-child has an environment, directory, arguments and standard files of its own, and runs its program as `__main__`. At its
-end it waits for threads, calls what was registered at exit, and is gone; it is left out that an interpreter clears all
-modules, which here are thousands, one by one. A test that is about that end asks for it.
+The workers of a test run share the prepared process. It has imported and has run nothing, so that it has no threads,
+whose locks a child would inherit. A child has an environment, directory, arguments and standard files of its own, and
+runs its program as `__main__`. At its end it waits for threads, calls what was registered at exit, and is gone; it is
+left out that an interpreter clears all modules, which here are thousands, one by one. A test that is about that end
+asks for it.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -21,6 +23,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -163,27 +166,53 @@ def _prepared(path: str) -> socket.socket:
     """To a process that was started with this PYTHONPATH: what is imported may depend on it."""
     path = os.pathsep.join(entry for entry in path.split(os.pathsep) if entry not in ("", str(ROOT)))
     if path not in _running:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))} | _WITHOUT_THREADS,
-            )
-        atexit.register(process.wait)
-        atexit.register(ours.close)  # before it: the other side ends with its socket
-        _running[path] = ours
+        # An abstract address belongs to the process that binds it first, and is free when the last has closed it.
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        address = "\0infinity-tests-" + hashlib.sha256(f"{run} {path}".encode()).hexdigest()
+        with socket.socket(socket.AF_UNIX) as listening:
+            try:
+                listening.bind(address)
+            except OSError:  # another worker of this run has started it
+                pass
+            else:
+                listening.listen()
+                _start(listening, path)
+            _running[path] = _connected(address)
+        atexit.register(_running[path].close)  # the prepared process ends when the last worker has closed its socket
     return _running[path]
+
+
+def _start(listening: socket.socket, path: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(listening.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[listening.fileno()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))} | _WITHOUT_THREADS,
+    )
+    atexit.register(process.wait)
+
+
+def _connected(address: str) -> socket.socket:
+    until_s = time.monotonic() + 10
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(address)
+        except ConnectionRefusedError:  # bound, and not listened to yet
+            connection.close()
+            assert time.monotonic() < until_s, "nobody listens"
+            time.sleep(0.01)
+        else:
+            return connection
 
 
 # The prepared process's side #
 
 
 def _main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+    listening = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the tests' own process ends this one
     del sys.path[0]  # this file's
     for name in _MODULES:
@@ -193,9 +222,9 @@ def _main() -> None:
     gc.freeze()  # what is here is no garbage of a child's, whose collections would go through all of it
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, f"an import has started {len(threads) - 1} threads, whose locks children would inherit"
-    request = _next_of(control)
+    request = _next_of(listening)
     if request is None:
-        return
+        os._exit(0)  # an interpreter clears all modules at its end, which takes a second
     if request["clears"]:
         _become(request)
         return
@@ -207,20 +236,37 @@ def _main() -> None:
     _end(code)
 
 
-def _next_of(control: socket.socket) -> dict[str, Any] | None:
-    """A request, in the child that is for it; None in this process when the tests have ended."""
+def _next_of(listening: socket.socket) -> dict[str, Any] | None:
+    """A request, in the child that is for it; None in this process when all workers have ended."""
+    workers: list[socket.socket] = []
     while True:
-        said, descriptors, *_ = socket.recv_fds(control, 16, _FILES + 2)
-        if not said:
+        for ready in select.select([listening, *workers], [], [])[0]:
+            if ready is listening:
+                worker = listening.accept()[0]
+                if _user_of(worker) == os.getuid():  # an abstract address has no permissions
+                    workers.append(worker)
+                continue
+            said, descriptors, *_ = socket.recv_fds(ready, len(b"start"), _FILES + 2)
+            if not said:
+                ready.close()
+                workers.remove(ready)
+                continue
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if os.fork() == 0:
+                for each in (listening, *workers):
+                    each.close()
+                return _started(descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if not (workers or select.select([listening], [], [], 0)[0]):
             return None
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if os.fork() == 0:
-            control.close()
-            return _started(descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
+
+
+def _user_of(connection: socket.socket) -> int:
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(user)
 
 
 def _started(descriptors: list[int]) -> dict[str, Any]:
