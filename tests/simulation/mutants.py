@@ -89,11 +89,12 @@ class Found:
 MUTANTS: dict[str, Mutant] = {}
 # Seeds of mutants that those from 0 on take longer to find; `python -m tests.simulation --mutants` shows them.
 SEEDS = {
+    "again_lets_go": 28,
     "blocked_while_stored": 79,
-    "clipped_stands": 36,
+    "clipped_stands": 48,
     "complete_after_last_use": 26,
     "complete_after_one": 12,
-    "error_swallowed": 48,
+    "error_swallowed": 18,
     "fetch_forgotten": 84,
     "first_needed_leaves": 365,
     "gathered_where_ahead": 393,
@@ -102,12 +103,11 @@ SEEDS = {
     "pins_stay": 18,
     "plan_evicts_arriving": 84,
     "prefetch_past_budget": 20,
-    "read_past_write": 30,
-    "streams_into_used": 123,
+    "read_past_write": 174,
     "undone_keeps_gradients": 48,
-    "upcoming_by_memory": 19,
+    "upcoming_by_memory": 20,
+    "uploads_unbounded": 19,
     "withdrawn_while_run": 321,
-    "zero_grad_leaves_ahead": 13,
 }
 
 _BLOCK = UnitSpec(1)

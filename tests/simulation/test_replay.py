@@ -38,7 +38,7 @@ def test_a_planted_fault_that_is_shrunk_is_seen_in_both(name: str) -> None:
     with planted(name):
         found = next(seed for seed in range(200) if simulated(expressed(draw(seed, steps=5))[0]).error)
         scenario, _ = expressed(draw(found, steps=5))
-        short, _ = expressed(parse(text(shrink(scenario, 3.0, in_one_thread))))
+        short, _ = expressed(parse(text(shrink(scenario, 1.0, in_one_thread))))
         assert simulated(short).error
         assert on_engine(short).error
     assert (simulated(short).error, on_engine(short).error) == ("", "")

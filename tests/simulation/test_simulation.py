@@ -61,7 +61,7 @@ def test_a_violation_shrinks_to_a_scenario_that_can_be_replayed() -> None:
             for scenario in map(draw, range(200))
             if (violation := simulate(scenario).violation) is not None
         )
-        short = shrink(scenario, most_s=5.0)
+        short = shrink(scenario, most_s=1.5)
         replayed = simulate(parse(text(short))).violation
         assert replayed is not None
         assert replayed.promise == found.promise
