@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -209,11 +208,17 @@ def test_within_five_percent_of_an_exhaustive_search(seed, outlook) -> None:
     assert found.measured < found.settings
 
 
-def test_the_benchmark_simulates_searches() -> None:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, root / "benchmarks" / "tune.py", "--simulate", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines()[2:]]
+def test_the_benchmark_simulates_searches(outlook, tmp_path, monkeypatch, capsys) -> None:
+    from benchmarks import tune  # noqa: PLC0415  (it imports this module)
+
+    def remembered(path: Path, changes: object) -> Outlook:
+        assert changes == {"tiering.host_memory": "160MiB"}
+        return outlook
+
+    monkeypatch.setattr(tune, "outlook_of", remembered)
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--simulate", "1", "--nvme", str(tmp_path)])
+    tune.main()
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
     assert len(rows) == 4
     for _, within, worst, kept, ran, settings in rows:
         assert (within.strip() == "100%") is (float(worst) <= 1.05)
