@@ -11,10 +11,13 @@ from infinity.cli import init
 from infinity.cli.main import main
 from infinity.cli.training import precision
 from infinity.config import load_config
+from tests.cli.test_profile import small_products
+
+__all__ = ["small_products"]  # a fixture
 
 
 @pytest.fixture
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_products: None) -> Path:
     """A directory, and short measurements."""
     monkeypatch.setattr(init, "_FILE_BYTES", 16 << 20)
     monkeypatch.setattr(init, "_SECONDS", 0.02)

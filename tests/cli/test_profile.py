@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +17,29 @@ from infinity.cli.main import main
 from infinity.errors import ConfigError, StorageError
 from infinity.io import IoOptions
 from infinity.optim.formats import FORMATS
-from infinity.profiling import ProfileJob, measure, planned_write_bytes, read_profile
+from infinity.profiling import ProfileJob, measure, planned_write_bytes, processor, products, read_profile
 from infinity.profiling.contention import Busy, busy_optimizer, contention, with_those_of_ranks
 from infinity.profiling.drives import drive_rates
 from infinity.profiling.processor import matmul_rates, thread_counts, threads, timed
+from tests.integrations.processes import output, ranks
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 SMALL = ("--size", "8MiB", "--seconds", "0.05", "--params", "65536")
+
+
+def have_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products take most of the time. The one whose rate is looked at has its size."""
+    monkeypatch.setattr(products, "_WIDTH", 64)
+    monkeypatch.setattr(products, "_WEIGHTS_BYTES", 1 << 16)
+    monkeypatch.setattr(products, "_TOKENS", 32)
+    monkeypatch.setattr(products, "_LEAST_S", 1e-3)
+    monkeypatch.setattr(processor, "_MATMUL_S", 1e-3)
+    monkeypatch.setattr(processor, "FRESH_BYTES", MIB)
+
+
+@pytest.fixture
+def small_products(monkeypatch) -> None:
+    have_small_products(monkeypatch)
 
 
 def shares_of(found: list[dict[str, Any]]) -> dict[tuple[str, tuple[str, ...], int | None], float]:
@@ -58,6 +71,7 @@ def test_what_ranks_have_measured_together_takes_the_place_of_what_has_it_in_it(
     }
 
 
+@pytest.mark.usefixtures("small_products")
 def test_a_profile_has_every_rate(tmp_path, capsys) -> None:
     places = [tmp_path / name for name in ("one", "two")]
     for place in places:
@@ -85,6 +99,7 @@ def test_a_profile_has_every_rate(tmp_path, capsys) -> None:
     assert not [file for place in places for file in place.iterdir()]
 
 
+@pytest.mark.usefixtures("small_products")
 def test_people_get_a_table(tmp_path, capsys) -> None:
     assert main(["profile", "--path", str(tmp_path), *SMALL]) == 0
     shown = capsys.readouterr()
@@ -93,6 +108,7 @@ def test_people_get_a_table(tmp_path, capsys) -> None:
         assert words in shown.out
 
 
+@pytest.mark.usefixtures("small_products")
 def test_no_drive_is_touched_if_none_is_wanted(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["profile", "--without-drives", *SMALL, "--json"]) == 0
@@ -208,21 +224,32 @@ def test_a_drive_that_fails_is_named(tmp_path) -> None:
         drive_rates([tmp_path / "missing"], MIB, IoOptions(), "auto", 0.1, 4096, lambda _: None)
 
 
+_ON_A_RANK = """
+import sys
+import pytest
+from infinity.cli.main import main
+from tests.cli.test_profile import have_small_products
+
+with pytest.MonkeyPatch.context() as monkeypatch:
+    have_small_products(monkeypatch)
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_ranks_measure_what_they_exchange(tmp_path) -> None:
-    command = [sys.executable, "-m", "infinity.cli.main", "run", "--ranks", "2", "profile", "--without-drives"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *SMALL, "--json"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    ranks = json.loads(done.stdout)["ranks"]
-    assert ranks["count"] == ranks["on_this_machine"] == 2
-    assert "gloo" in ranks["backend"]
-    assert 1e6 < ranks["all_gather_bytes_per_s"] < 1e12
-    assert 1e6 < ranks["reduce_scatter_bytes_per_s"] < 1e12
+    done = ranks(2, "-c", _ON_A_RANK, "profile", "--without-drives", *SMALL, "--json", namespace=False, where=tmp_path)
+    found = json.loads(output(done))["ranks"]
+    assert found["count"] == found["on_this_machine"] == 2
+    assert "gloo" in found["backend"]
+    assert 1e6 < found["all_gather_bytes_per_s"] < 1e12
+    assert 1e6 < found["reduce_scatter_bytes_per_s"] < 1e12
+
+
+def test_infinity_run_starts_these_ranks(monkeypatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda _, command, environment: started.append(command))
+    main(["run", "--ranks", "2", "profile", "--without-drives"])
+    (command,) = started
+    assert "--nproc-per-node=2" in command
+    assert Path(command[-3]).is_file()
+    assert command[-2:] == ["profile", "--without-drives"]
