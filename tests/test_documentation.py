@@ -6,8 +6,6 @@ import argparse
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from infinity.cli import train
 from infinity.cli.main import main, make_parser
 from infinity.config import load_config
 from infinity.integrations import save_adapters
+from tests import prepared
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2, tiny_llama
 
 ROOT = Path(__file__).parents[1]
@@ -198,12 +197,7 @@ def test_the_recipes_of_the_tests_are_valid(tmp_path) -> None:
 
 def test_the_page_on_the_engine_has_the_hops_of_today(tmp_path) -> None:
     """More where a drive is late, and more has to be looked at again."""
-    counted = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "count_hops.py"), "--blocks", "24", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    counted = prepared.run([ROOT / "tools" / "count_hops.py", "--blocks", "24", tmp_path], check=True).stdout
     figures = re.compile(r"(\d+) hops and (\d+) calls a unit and step, through\s(\d+) files")
     told, today = figures.search((ROOT / "docs/inside.md").read_text()), figures.search(counted)
     assert told is not None

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+from tests import prepared
 
 # Gloo's threads get the one core only while the main thread sleeps, which it does not once a collective is over.
 LATE_THREADS = """
@@ -43,7 +38,5 @@ print(late > 0, held)
 
 
 def test_threads_let_go_of_the_last_collective_before_the_interpreter_ends() -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", LATE_THREADS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = prepared.run(["-c", LATE_THREADS], timeout=100)
     assert done.stdout.split() == ["True", "0"], (done.stdout, done.stderr)

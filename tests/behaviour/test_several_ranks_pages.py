@@ -1,4 +1,4 @@
-"""The examples of the pages on several ranks run; the first on ranks that the command line starts."""
+"""The examples of the pages on several ranks run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.zero.budgets import host_capacity
 from infinity.zero.leaf_modules import get_z3_leaf_modules
 from tests.behaviour.test_leaf_modules import Mixture
 from tests.behaviour.test_pipelining import needs_scale_grads
-from tests.integrations.processes import ROOT, output, ranks, run
+from tests.integrations.processes import ROOT, output, ranks
 from tests.schedule.test_budget import NEEDS
 
 PAGES = [ROOT / "docs/how-to" / name for name in ("train-on-several-gpus.md", "combine-parallelisms.md")]
@@ -37,9 +37,8 @@ def written(path: Path, code: str) -> Path:
 
 def test_the_training_script_runs_on_two_ranks(tmp_path) -> None:
     (tmp_path / "swap").mkdir()
-    assert "trained on 2 ranks with 1 threads each" in output(
-        run("--ranks", "2", written(tmp_path, EXAMPLES[0]), where=tmp_path)
-    )
+    ended = ranks(2, written(tmp_path, EXAMPLES[0]), where=tmp_path)
+    assert "trained on 2 ranks with 1 threads each" in output(ended)
     assert (tmp_path / "checkpoints/latest").read_text() == "global_step2"
     assert not list((tmp_path / "swap").iterdir())
 

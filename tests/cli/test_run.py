@@ -16,6 +16,7 @@ from torch.numa.binding import AffinityMode
 
 from infinity.cli.main import main
 from tests.cli.test_commands import ROOT, lines, train, train_arguments, workspace, write_config
+from tests.integrations.processes import ranks
 
 __all__ = ["workspace"]  # a fixture
 
@@ -50,11 +51,17 @@ def test_two_ranks_train_as_one_process_with_twice_the_micro_batches(workspace, 
 
 
 def test_an_error_is_told_and_ends_all_ranks(workspace) -> None:
-    ended = run("--ranks", "2", *train_arguments(workspace, "--steps", "2", "--seq-len", "100000"))
+    """One that is found before torch is imported, and one of ranks that have joined."""
+    ended = run("--ranks", "2", *train_arguments(workspace, "--steps", "0"))
+    assert ended.returncode == 2
+    assert "--steps is 0" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert re.search(r"infinity run: rank [01] ended with exit code 2; what it printed is above\n$", ended.stderr)
+    joined = train_arguments(workspace, "--steps", "2", "--seq-len", "100000")
+    ended = ranks(2, "-m", "infinity.cli.main", *joined, namespace=False)
     assert ended.returncode == 2
     assert "--seq-len is 100000" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert re.search(r"infinity run: rank [01] ended with exit code 2; what it printed is above\n$", ended.stderr)
 
 
 def test_the_rank_that_was_killed_is_named_and_not_those_that_were_ended_for_it(tmp_path: Path) -> None:

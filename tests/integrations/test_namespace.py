@@ -261,7 +261,7 @@ def test_an_unchanged_trainer_script_gives_the_same_losses_wherever_its_states_a
     assert not list((tmp_path / "drive").rglob("*.swap*"))
 
     files[1].write_text(files[1].read_text().replace(BUDGET, "400KiB"))  # of each of two
-    together = result(run("--ranks", "2", HERE / "trainer_script.py", tmp_path, "two", files[1]))
+    together = result(ranks(2, HERE / "trainer_script.py", tmp_path, "two", files[1]))
     assert_same(together["run0"], results["run0"], norms=False)
 
 
