@@ -87,7 +87,7 @@ def test_the_notebook_runs(tmp_path) -> None:
     pytest.importorskip("ipykernel", reason="python -m pip install nbclient ipykernel")
     import nbformat  # noqa: PLC0415  (nbclient brings it)
 
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.reads(NOTEBOOK.read_text().replace("range(40)", "range(20)"), as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
     printed = "".join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import infinity
 from infinity.cli.main import main
+from infinity.cli.selftesting import parity
 from infinity.cli.selftesting.outcome import Check, Verdict, outcomes
 from infinity.cli.selftesting.parity import RECIPES, Parity
 from infinity.cli.selftesting.training import Place, batches, config_of, decoder, train
@@ -18,7 +20,9 @@ from infinity.optim import pipeline
 CPU = torch.device("cpu")
 
 
-def test_everything_is_right_on_this_machine(tmp_path, capsys) -> None:
+def test_everything_is_right_on_this_machine(tmp_path, monkeypatch, capsys) -> None:
+    """With a sixteenth of the large units' bytes, whose copies last long enough for a race on a device only."""
+    monkeypatch.setattr(parity, "_RACE", replace(parity._RACE, width=256))
     assert main(["selftest", "--device", "cpu", "--path", str(tmp_path), "--json"]) == 0
     *checks, summary = map(json.loads, capsys.readouterr().out.splitlines())
     assert {check["area"] for check in checks} == {"plain torch", "placements", "schedules and formats", "races"}
@@ -30,8 +34,7 @@ def test_everything_is_right_on_this_machine(tmp_path, capsys) -> None:
 
 def test_units_and_states_come_and_go(tmp_path) -> None:
     """Else the placements would be one."""
-    parity = Parity(CPU, tmp_path)
-    place = parity._tight(Place("nvme", "nvme"))
+    place = Parity(CPU, tmp_path)._tight(Place("nvme", "nvme"))
     config = config_of(RECIPES[0], place, tmp_path)
     with infinity.initialize(model=decoder(64, 4), config=config, device=CPU)[0] as engine:
         read, written, steps = 0, 0, 4
