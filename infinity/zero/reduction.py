@@ -404,7 +404,8 @@ class Reduction:
 
     def _reduce(self, unit: Unit) -> Iterator[Addend]:
         """Start to reduce a unit, after the one before it is added."""
-        total, layout, rules = unit.total, unit.layout, self._rules
+        total, layout = unit.total, unit.layout
+        dtype, sharding = self._rules.dtype, self._rules.sharding
         numel = layout.trainable_numel
         if not self._reduces or not numel:
             return
@@ -414,8 +415,8 @@ class Reduction:
         whole = collected.loan
         for start, stop in gaps(layout, collected.present):
             whole.tensor[start:stop] = 0
-        if whole.tensor.dtype is not rules.dtype:
-            whole = self._scratch.take(numel, rules.dtype)
+        if whole.tensor.dtype is not dtype:
+            whole = self._scratch.take(numel, dtype)
             whole.tensor.copy_(collected.loan.tensor)
             self._scratch.give(collected.loan)
         partial = total.partial if stays else total.held
@@ -424,10 +425,10 @@ class Reduction:
         elif partial is not None:
             partial.held = False  # this reduction completes it
         own = None
-        if rules.sharding.count == 1:
+        if sharding.count == 1:
             sums = self.groups.replicas.all_reduce(whole.tensor, layout.name)
         else:
-            own = self._scratch.take(numel // rules.sharding.count, rules.dtype)
+            own = self._scratch.take(numel // sharding.count, dtype)
             sums = self.groups.sharing.reduce_scatter(own.tensor, whole.tensor, layout.name)
         # The flags are sent after the sums, because the sums detect a rank that is at another unit.
         present, flags = (None, ()) if stays else self._send_flags(unit, indices)
