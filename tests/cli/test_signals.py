@@ -20,12 +20,14 @@ TIMEOUT_S = 90
 
 STUCK = """
 import hashlib
+import threading
 from infinity.cli.training import signals
 from infinity.cli.training.progress import Progress
 
 signals._GRACE_S = 0.1
 with signals.StopSignals(Progress(1, json_lines=False), saves=True):
-    print("ready", flush=True)
+    # Once the call has begun: before it, Python would run its handler, and end by KeyboardInterrupt.
+    threading.Timer(0.2, print, ["ready"], {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)  # minutes in one call, as a backward pass
 """
 
