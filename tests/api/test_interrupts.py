@@ -474,7 +474,7 @@ def test_an_interrupt_of_speculative_updates_is_refused_or_leaves_no_trace(
     monkeypatch.setattr(Foresight, "speculates", True)
     case = Case("speculative", "nvme", host_memory=106_496, clipping=clipping)
     outcomes = sweep(case, tmp_path, EVERY, file, (occurrence,))
-    assert outcomes["nothing"] > 0
+    assert outcomes["nothing"] + outcomes["refused"] > 0  # of a file with few lines all may be within an update
 
 
 @pytest.mark.parametrize(("clipping", "occurrence"), OUTCOMES)
