@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from infinity.config.paths import is_path
 from infinity.errors import CheckpointError
 
 MAX_BYTES = 1 << 30  # of a file that is read whole
@@ -83,12 +84,8 @@ def brief(value: Any) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """It names a file within its directory."""
-    try:
-        os.fsencode(name)
-    except (UnicodeEncodeError, TypeError):  # a caller's value, of any type
-        return False
-    return Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+    """Whether it names a file within its directory."""
+    return is_path(name) and Path(name).name == name and name not in (".", "..")
 
 
 def write_file(path: Path, content: bytes) -> None:

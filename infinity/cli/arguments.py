@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from infinity.config import expanded_path, parse_size
-from infinity.config.paths import is_file_name
+from infinity.config.paths import is_path
 from infinity.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def path_argument(text: str) -> Path:
 
 def name_argument(text: str) -> str:
     """A name, or a path whose `~` is expanded as in `path_argument`, as argparse wants its types."""
-    return str(path_argument(text)) if text.startswith("~") or not is_file_name(text) else text
+    return str(path_argument(text)) if text.startswith("~") or not is_path(text) else text
 
 
 def check_least(args: argparse.Namespace, least: int, *names: str) -> None:

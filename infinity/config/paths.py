@@ -22,7 +22,7 @@ def expanded_path(text: str) -> str:
         ValueError: no file can have this name; or it is a URL or a path of Windows, or names a user or a variable that
             does not exist. Taken as they are, these would make a directory of that name.
     """
-    if not is_file_name(text):
+    if not is_path(text):
         raise ValueError(f"{shown(text)} must be a path: not empty, without null characters, encodable")
     if _URL.match(text):
         raise ValueError(f"{text} is a URL; it must be the path of a mounted filesystem, such as /local_nvme")
@@ -56,9 +56,9 @@ def check_apart(what: str, paths: Iterable[Path]) -> None:
         found[place] = path
 
 
-def is_file_name(text: str) -> bool:
-    """Whether a file can have this name."""
+def is_path(text: str) -> bool:
+    """Whether the system takes this as the path of a file."""
     try:
         return bool(text) and b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, TypeError):  # a caller's value, of any type
         return False
