@@ -13,7 +13,7 @@ from pathlib import Path
 from infinity.checkpoint.files import discard, is_file_name, read_plain, write_file
 from infinity.checkpoint.format import MANIFEST
 from infinity.errors import CheckpointError, ConfigError, StorageError
-from infinity.io.directory import how_to_grow, make_lasting, sync_directory
+from infinity.io.directory import NO_ROOM, how_to_grow, make_lasting, sync_directory
 from infinity.zero.ranks import Ranks
 from infinity.zero.shared_directory import MARK
 
@@ -310,5 +310,5 @@ def locked(directory: Path) -> Iterator[bool]:
 def _storage_error(error: OSError, path: Path, what: str = "the checkpoint") -> StorageError:
     """An error of writing, with what to do about it."""
     code = error.errno or errno.EIO
-    hint = f"; {how_to_grow(error)} or save elsewhere" if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+    hint = f"; {how_to_grow(error)} or save elsewhere" if code in NO_ROOM else ""
     return StorageError(code, f"{what} cannot be written: {os.strerror(code)}{hint}", str(path), 0)

@@ -158,8 +158,11 @@ def allocate(descriptor: int, nbytes: int, start: int = 0) -> None:
     os.posix_fallocate(descriptor, start, nbytes)
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a file cannot grow
+
+
 def how_to_grow(error: OSError) -> str:
-    """Return what to do if a file cannot grow. The caller adds where else the file could be."""
+    """Return what to do about an error of `NO_ROOM`. The caller adds where else the file could be."""
     if error.errno == errno.EFBIG:
         return "raise the limit on the size of files (ulimit -f)"
     return "free some space"

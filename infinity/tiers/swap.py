@@ -20,6 +20,7 @@ from infinity.config import NvmeConfig
 from infinity.errors import CheckpointError, InfinityError, StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, open_engine
 from infinity.io.bench import BenchSession, bench_file
+from infinity.io.directory import NO_ROOM
 from infinity.io.interface import together
 from infinity.memory import Arena, aligned
 from infinity.tiers.checksums import Checksums, check_available
@@ -193,7 +194,7 @@ class SwapSpace:
                 return adopt_owned(directory, run.data_name(index), size, run.found.sizes[index])
             return create_owned(directory, self._rank, size, f"{run.data_name(index)}.swap")
         except StorageError as error:
-            if self.slots.nbytes and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if self.slots.nbytes and error.errno in NO_ROOM:
                 raise self._two_slots(error) from error
             raise
 
