@@ -57,7 +57,7 @@ class DeepSpeedFiles:
 
     @property
     def param_groups(self) -> list[Mapping[str, Any]]:
-        """The parameter groups of that one, as far as the checkpoint has them."""
+        """The parameter groups of the optimizer within ZeRO's; empty if the checkpoint has none."""
         base = self.base_states(0)
         groups = base.get("param_groups") if isinstance(base, Mapping) else None
         return groups if isinstance(groups, list) else []

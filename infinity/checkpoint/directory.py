@@ -150,7 +150,7 @@ def replacing(directory: Path, tag: str, *, mark_latest: bool = True) -> Iterato
 
 @contextmanager
 def writing(path: Path, what: str = "the checkpoint") -> Iterator[None]:
-    """Turn errors of files into such as say that the checkpoint, or `what` else is at `path`, cannot be written."""
+    """Turn errors of files into a StorageError that says that `what`, at `path`, cannot be written."""
     try:
         yield
     except OSError as error:

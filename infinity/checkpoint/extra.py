@@ -41,7 +41,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a training has beside tensors of its tiers: collected for a checkpoint, and set from one."""
+    """The state of a training outside of its tiers: collected for a checkpoint, and set from one."""
 
     module: nn.Module
     optimizer: TieredOptimizer
@@ -143,10 +143,10 @@ def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def unpacked(content: bytes, what: str) -> dict[str, Any]:
-    """What `TrainingState.collect` has collected, from its bytes.
+    """Return what `TrainingState.collect` collected, from its bytes.
 
     Args:
-        what: these are, for messages.
+        what: description of the bytes, for messages.
 
     Raises:
         CheckpointError: it is something else, or holds more than tensors and plain values.

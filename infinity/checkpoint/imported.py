@@ -150,7 +150,7 @@ def plain_extra(
 
 
 def unknown_kind(source: Path, kinds: Iterable[Iterable[str]]) -> CheckpointError:
-    """The error of optimizer states whose names are none, several, or none of `KINDS`."""
+    """Return the error for optimizer states of no kind, of several kinds, or of a kind that `KINDS` lacks."""
     named = "; ".join(", ".join(sorted(names)) for names in kinds) or "none"
     return CheckpointError(
         f"{source} has optimizer states of a kind that the engine has no counterpart of ({named}): it trains with "

@@ -25,16 +25,16 @@ def plain(text: str) -> str:
 
 
 def drop_unread_streams() -> None:
-    """Have standard output or error, where nobody can read it any more, written to nowhere."""
+    """Redirect standard output and standard error to the null device, if their reader is gone."""
     poll = select.poll()
     for number in (1, 2):
-        poll.register(number, 0)  # a pipe without a reader and a closed terminal are told in any case
+        poll.register(number, 0)  # a pipe without a reader and a closed terminal are reported without being asked for
     for number, _ in poll.poll(0):
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def unwind_on_signals() -> None:
-    """Have SIGTERM, and SIGHUP if it is not ignored, end the command as an exception does: its files are removed."""
+    """Let SIGTERM, and SIGHUP unless it is ignored, end the command by an exception, so that its files are removed."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:

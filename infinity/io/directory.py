@@ -20,6 +20,7 @@ from pathlib import Path
 from infinity.errors import StorageError
 
 _BLOCK_BYTES = 512  # of `st_blocks`
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a file that cannot grow
 
 
 def open_directory(path: Path, kind: str = "path", *, make: bool = False, lasting: bool = False) -> int:
@@ -156,9 +157,6 @@ def allocate(descriptor: int, nbytes: int, start: int = 0) -> None:
     if drive.f_blocks and missing > drive.f_bavail * drive.f_frsize:  # some filesystems do not say how large they are
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.posix_fallocate(descriptor, start, nbytes)
-
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a file cannot grow
 
 
 def how_to_grow(error: OSError) -> str:

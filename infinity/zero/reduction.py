@@ -44,7 +44,7 @@ from infinity.zero.ranks import Pending
 from infinity.zero.reduction_order import ReductionOrder
 from infinity.zero.unit import WHOLE, Collected, Unit
 
-_SCHEDULES = ". A scheduler that follows the loss (ReduceLROnPlateau) must get the same loss on all ranks: their mean"
+_RATE_ADVICE = ". A scheduler that follows the loss (ReduceLROnPlateau) must get the same loss on all ranks: their mean"
 
 
 class Addend(NamedTuple):
@@ -380,7 +380,7 @@ class Reduction:
                 "what it depends on (layers that are left out at random) from one seed"
             )
         if not torch.equal(rules_of_all, update_rules):  # each rank would update its shard by its own rule
-            agree(self.groups.all, {"optimizer": optimizer_facts(self._update_rules(), {})}, _SCHEDULES)
+            agree(self.groups.all, {"optimizer": optimizer_facts(self._update_rules(), {})}, _RATE_ADVICE)
         if self.flags_late:
             self._present = present
         return [self._units[int(index)] for index in left.nonzero()], not bool(unsuited)

@@ -104,8 +104,8 @@ class Progress:
         log: also gets every step.
 
     Attributes:
-        stopping: a signal has ended the run. It may have ended a reader of the output, too, such as `tee` in a pipe,
-            and what is trained must be saved all the same.
+        stopping: whether a signal ends the run. The signal may also have ended the reader of the output, such as `tee`
+            in a pipe. The model must be saved nevertheless.
     """
 
     def __init__(self, steps: int, *, json_lines: bool, silent: bool = False, log: RunLog | None = None) -> None:
@@ -137,10 +137,10 @@ class Progress:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Go on if output cannot be written, on a full drive or a closed terminal: that loses less than an end would.
+        """Continue if output cannot be written (full drive, closed terminal): ending the run would lose the training.
 
         Raises:
-            BrokenPipeError: nobody reads it any more, and no signal has ended the run.
+            BrokenPipeError: the reader of the output is gone, and no signal has ended the run.
         """
         try:
             yield

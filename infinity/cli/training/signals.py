@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP during training: the first ends the run after its step, the second ends it at once.
 
-SIGHUP is never the second: of a terminal that closes, a process gets it from the kernel and from the shell, and at a
-logout after SIGTERM. Under nohup it stays ignored.
+SIGHUP never counts as the second signal: when a terminal closes, both the kernel and the shell send it, and at a logout
+it follows SIGTERM. Under nohup it stays ignored.
 
 Python calls a handler between two bytecodes of the main thread, and once for several signals. The main thread may be in
 a backward pass for minutes. So the system's handler also writes a byte for each signal into a pipe, which a thread
