@@ -241,6 +241,15 @@ class Victim:
             self.finish()
         return "nothing"
 
+    def interrupt_last(self, where: Line, occurrence: int) -> str:
+        """As `interrupt_at`, or at an earlier time if this step runs the line less often."""
+        outcome = "not reached"
+        for earlier in range(occurrence, 0, -1):
+            outcome = self.interrupt_at(where, earlier)
+            if outcome != "not reached":
+                break
+        return outcome
+
     def finish(self) -> None:
         """Make a step that is not interrupted."""
         if self.engine is not None:
@@ -274,7 +283,7 @@ def sweep(
             continue
         for occurrence in {(1, times)[which] for which in occurrences}:
             try:
-                outcomes[victim.interrupt_at(where, occurrence)] += 1
+                outcomes[victim.interrupt_last(where, occurrence)] += 1
             except BaseException as error:
                 raise AssertionError(f"interrupted at {where[0]}:{where[1]}, time {occurrence} of {times}") from error
     victim.finish()
@@ -474,7 +483,7 @@ def test_an_interrupt_of_speculative_updates_is_refused_or_leaves_no_trace(
     monkeypatch.setattr(Foresight, "speculates", True)
     case = Case("speculative", "nvme", host_memory=106_496, clipping=clipping)
     outcomes = sweep(case, tmp_path, EVERY, file, (occurrence,))
-    assert outcomes["nothing"] + outcomes["refused"] > 0  # of a file with few lines all may be within an update
+    assert outcomes["nothing"] > 0
 
 
 @pytest.mark.parametrize(("clipping", "occurrence"), OUTCOMES)
