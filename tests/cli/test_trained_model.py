@@ -78,14 +78,14 @@ def test_a_text_survives_the_tokenizer_of_bytes(workspace) -> None:
     assert tokenizer.decode(list(text.encode())) == text
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_the_model_though_it_ends_who_reads_the_output(number, code, workspace) -> None:
     process = Child(["-m", "infinity.cli.main", *arguments(workspace, "--steps", "100000", "--json")], cwd=ROOT)
     for _ in range(2):
         process.stdout.readline()
     process.send_signal(number)
     process.stdout.close()  # such as `tee`
-    name = "Ctrl-C" if code == 130 else "SIGHUP"
+    name = "Ctrl-C" if code == 130 else number.name
     assert next(line for line in process.stderr if f"{name}: stopping after this step, then saving the model" in line)
     process.stderr.close()
     assert process.wait(timeout=60) == code
