@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import path_argument
+from infinity.cli.terminal import unwind_on_signals
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from infinity.cli.selftesting.outcome import outcomes
     from infinity.cli.selftesting.training import same_bits_each_time
 
+    unwind_on_signals()
     device = _device(args.device)
     if args.path is not None and not args.path.is_dir():
         raise ConfigError(f"--path {args.path}: there is no such directory")

@@ -6,6 +6,7 @@ import argparse
 
 from infinity.cli.arguments import duration_argument, name_argument, path_argument, size_argument
 from infinity.cli.packages import needed_packages
+from infinity.cli.terminal import unwind_on_signals
 
 _KNOBS = ("placement", "state_format", "schedule", "tile", "aio", "batch", "memory")
 
@@ -47,6 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Search, write and report; returns the exit code."""
+    unwind_on_signals()
     with needed_packages("tune"):
         from infinity.cli.tuning.command import tune
     return tune(args)

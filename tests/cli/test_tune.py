@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -131,17 +132,20 @@ def test_an_auto_budget_is_limited_even_where_nothing_else_changes(stand_in, tmp
     assert tuned == values
 
 
-def test_ctrl_c_leaves_the_best_so_far_and_resume_goes_on(stand_in, tmp_path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_the_best_so_far_and_resume_goes_on(
+    number, code, stand_in, tmp_path, monkeypatch, capsys
+) -> None:
     measure, asked = Trials.measure, []
 
     def interrupted(self, setting, *limits):
         asked.append(setting)
         if sum(one.schedule != "barrier" and one.tile is None for one in asked) == 3:  # after it has won
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return measure(self, setting, *limits)
 
     monkeypatch.setattr(Trials, "measure", interrupted)
-    assert tune(tmp_path, "--json", "--keep", "batch") == 130
+    assert tune(tmp_path, "--json", "--keep", "batch") == code
     facts = json.loads(capsys.readouterr().out)
     assert facts["ending"] == "interrupted; --resume goes on"
     assert facts["ratio"] == pytest.approx(0.5)

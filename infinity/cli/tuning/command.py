@@ -66,15 +66,15 @@ def tune(args: argparse.Namespace) -> int:
     if launch_of(os.environ) is not None:
         raise ConfigError("`infinity tune` measures one process: start it alone, not as one of several ranks")
     record = _record(args, values)
-    interrupted = False
+    code = 0
     with _Shown(args.budget) as progress, Workers() as workers:
         outlook, choices = _look(args, values, config, record, workers, progress)
         trials = Trials(workers, outlook, _trial_job(args, progress))
         search = Search(outlook, choices, record, trials.measure, args.budget, tell=progress.tell)
         try:
             outcome = search.run()
-        except KeyboardInterrupt:
-            interrupted = True
+        except (KeyboardInterrupt, SystemExit) as end:  # Ctrl-C, and what `unwind_on_signals` raises
+            code = int(end.code or 0) if isinstance(end, SystemExit) else _EXIT_INTERRUPTED
             outcome = search.outcome("interrupted; --resume goes on")
     report = report_of(args.model, args.seq_len, outcome, outlook, choices, record)
     write_json(args.out, report.values, "the configuration")
@@ -83,7 +83,7 @@ def tune(args: argparse.Namespace) -> int:
     print(json.dumps(report.facts()) if args.json else "\n".join(report.lines()))
     if not args.json:
         print(f"written to {args.out}")
-    return _EXIT_INTERRUPTED if interrupted else 0
+    return code
 
 
 # Before #
