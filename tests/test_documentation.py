@@ -108,6 +108,18 @@ def test_the_examples_of_migration_and_of_changing_parameters_run() -> None:
     engine.destroy()
 
 
+def test_the_example_of_two_models_trains_one_of_them() -> None:
+    code = examples("docs/how-to/write-a-training-loop.md")[1]
+    scope: dict[str, Any] = {"large": tiny_gpt2(), "small": tiny_gpt2(), "config": Recipe().config(Placement())}
+    scope["batches"] = [{"input_ids": i, "labels": i} for i in batches(2)]
+    exec(code, scope | {"torch": torch, "infinity": infinity}, scope)
+    student: infinity.Engine = scope["student"]
+    before = tiny_gpt2().state_dict()
+    with scope["teacher"] as teacher, student:
+        assert all(torch.equal(value, before[name]) for name, value in teacher.named_parameters())
+        assert not all(torch.equal(value, before[name]) for name, value in student.named_parameters())
+
+
 def test_the_examples_of_pretrained_weights_run(tmp_path, monkeypatch) -> None:
     pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
