@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,17 @@ def test_the_readme_and_the_checkpoint_examples_run(tmp_path, monkeypatch) -> No
     assert code.endswith(ending)
     scope = {"small_model": tiny_gpt2, "batches": [{"input_ids": ids, "labels": ids} for ids in batches(2)]}
     exec(code.removesuffix(ending), scope)
-    save_and_load, in_background = examples("docs/how-to/save-and-resume.md") + examples(
-        "docs/how-to/save-without-waiting.md"
-    )
+    save_and_load, at_sigterm = examples("docs/how-to/save-and-resume.md")
+    (in_background,) = examples("docs/how-to/save-without-waiting.md")
     (read,) = examples("docs/checkpoints.md")
     (export,) = examples("docs/how-to/export-a-model.md")
     _, change = examples("docs/how-to/load-or-build-a-large-model.md")
     exec(save_and_load, scope)
     assert scope["client_state"] == {"epoch": 1}
     exec(in_background, scope)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handler(number, None))
+    exec(at_sigterm, scope)
+    assert (tmp_path / "checkpoints" / "global_step3").is_dir()
     exec(read.replace("global_step0", "global_step2"), scope)
     exec(export, scope)
     exec(ending, scope)
