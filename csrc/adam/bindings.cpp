@@ -65,7 +65,7 @@ PYBIND11_MODULE(_adam, m) {
         [](Rule rule, ParamKind param_kind, MomentKind moment_kind, size_t n, uintptr_t param, uintptr_t master,
            uintptr_t first, uintptr_t first_scales, uintptr_t second, uintptr_t second_scales, uintptr_t grad,
            Dtype grad_dtype, const Scalars& scalars, uint64_t seed, uint64_t index, const Aside* aside,
-           bool recoverably, bool params) -> std::optional<LostParts> {
+           bool report_lost, bool params) -> std::optional<LostParts> {
             UpdateArgs args;
             args.rule = rule;
             args.param_kind = param_kind;
@@ -80,8 +80,8 @@ PYBIND11_MODULE(_adam, m) {
             args.seed = seed;
             args.index = index;
             args.aside = aside == nullptr ? Aside{} : *aside;
-            if (recoverably) {
-                LostOfUpdate lost = run_update_recoverably(args, n, params);
+            if (report_lost) {
+                LostOfUpdate lost = run_update_reporting_lost(args, n, params);
                 return LostParts(std::move(lost.grads), std::move(lost.params), std::move(lost.param_bits));
             }
             run_update(args, n);
@@ -90,20 +90,20 @@ PYBIND11_MODULE(_adam, m) {
         py::kw_only(), py::arg("rule"), py::arg("param_kind"), py::arg("moment_kind"), py::arg("n"), py::arg("param"),
         py::arg("master") = 0, py::arg("first") = 0, py::arg("first_scales") = 0, py::arg("second") = 0,
         py::arg("second_scales") = 0, py::arg("grad"), py::arg("grad_dtype"), py::arg("scalars"), py::arg("seed") = 0,
-        py::arg("index") = 0, py::arg("aside") = nullptr, py::arg("recoverably") = false, py::arg("params") = false,
+        py::arg("index") = 0, py::arg("aside") = nullptr, py::arg("report_lost") = false, py::arg("params") = false,
         no_gil);
     m.def(
-        "recover",
+        "reconstruct_grads",
         [](size_t n, uintptr_t before, uintptr_t after, const Scalars& scalars, Dtype dtype, uintptr_t grad) {
-            run_recover(at<float>(before), at<float>(after), scalars, dtype, at<void>(grad), n);
+            run_reconstruct_grads(at<float>(before), at<float>(after), scalars, dtype, at<void>(grad), n);
         },
         no_gil);
     m.def(
-        "recover_params",
+        "reconstruct_params",
         [](size_t n, uintptr_t param, uintptr_t low_before, uintptr_t low_after, uintptr_t first, uintptr_t second,
            const Scalars& scalars) {
-            run_recover_params(at<uint16_t>(param), at<int16_t>(low_before), at<int16_t>(low_after), at<float>(first),
-                               at<float>(second), scalars, n);
+            run_reconstruct_params(at<uint16_t>(param), at<int16_t>(low_before), at<int16_t>(low_after),
+                                   at<float>(first), at<float>(second), scalars, n);
         },
         no_gil);
     m.def(

@@ -36,7 +36,7 @@ inline size_t block_end(size_t begin, size_t end) {
     return end - begin < kBlock ? end : begin + kBlock;
 }
 
-#include "recovery.h"
+#include "reconstruction.h"
 
 // --- past the caches ------------------------------------------------------------------------------------------------
 
@@ -114,31 +114,32 @@ const float* load(const void* base, Dtype dtype, size_t begin, size_t n, float* 
     return scratch;
 }
 
-// --- what was before an update, from what is there after it; see recovery.h -----------------------------------------
+// --- what was before an update, from what is there after it; see reconstruction.h -----------------------------------
 
-void recover_into(float* __restrict grad, const float* __restrict before, const float* __restrict after, size_t n,
-                  const Scalars& scalars) {
-    const Recovery recovery(scalars);
+void reconstruct_into(float* __restrict grad, const float* __restrict before, const float* __restrict after, size_t n,
+                      const Scalars& scalars) {
+    const Reconstruction reconstruction(scalars);
     for (size_t i = 0; i < n; ++i)
-        grad[i] = recovery.grad(before[i], after[i]);
+        grad[i] = reconstruction.grad(before[i], after[i]);
 }
 
-void recover(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad, size_t n) {
+void reconstruct_grads(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad,
+                       size_t n) {
     alignas(64) float wide[kBlock];
     for (size_t i = 0, stop; i < n; i = stop) {
         stop = block_end(i, n);
-        recover_into(wide, before + i, after + i, stop - i, scalars);
+        reconstruct_into(wide, before + i, after + i, stop - i, scalars);
         (dtype == Dtype::bf16 ? narrow_bf16 : narrow_f16)(wide, static_cast<uint16_t*>(grad) + i, stop - i);
     }
 }
 
-void recover_params(uint16_t* __restrict param, const int16_t* __restrict low_before,
-                    const int16_t* __restrict low_after, const float* __restrict first, const float* __restrict second,
-                    const Scalars& scalars, size_t n) {
-    const Recovery recovery(scalars);
+void reconstruct_params(uint16_t* __restrict param, const int16_t* __restrict low_before,
+                        const int16_t* __restrict low_after, const float* __restrict first,
+                        const float* __restrict second, const Scalars& scalars, size_t n) {
+    const Reconstruction reconstruction(scalars);
     for (size_t i = 0; i < n; ++i) {
         const float after = join_master(param[i], low_after[i]);
-        const uint32_t about = recovery.about_master(after, first[i], second[i]);
+        const uint32_t about = reconstruction.about_master(after, first[i], second[i]);
         const uint32_t off = static_cast<uint32_t>(low_before[i]) - about;
         param[i] = split_hi(about + static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(off))));
     }
@@ -156,7 +157,7 @@ template <bool coupled, bool tells>
 void adam_loop(float* __restrict param, float* __restrict exp_avg, float* __restrict exp_avg_sq,
                const float* __restrict grad, size_t n, const Scalars& scalars, Doubt* __restrict doubt) {
     const Scalars s = scalars;
-    const Recovery recovery(s);
+    const Reconstruction reconstruction(s);
     Extremes extremes;
     const float share = tells ? doubt->share : 0.0f;
     for (size_t i = 0; i < n; ++i) {
@@ -168,12 +169,12 @@ void adam_loop(float* __restrict param, float* __restrict exp_avg, float* __rest
         else
             p *= s.param_factor;
         const float m_old = exp_avg[i];
-        const float m = recovery.moment(m_old, g);
+        const float m = reconstruction.moment(m_old, g);
         const float squared = s.v_weight * g * g;
         const float v = exp_avg_sq[i] * s.v_factor + squared;
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
-        const float moved = recovery.moved(m, v);
+        const float moved = reconstruction.moved(m, v);
         param[i] = p + moved;
         if (tells) {
             doubt->before[i] = m_old;
@@ -409,25 +410,25 @@ struct Worked {
 };
 
 void note_lost_grads(const UpdateArgs& args, const Worked& on, const float* __restrict before, Lost& lost) {
-    const Recovery recovery(args.scalars);
+    const Reconstruction reconstruction(args.scalars);
     const uint32_t half = half_step(args.grad_dtype);
     alignas(64) uint32_t is[kStep];
     uint32_t some = 0;
     for (size_t i = 0; i < on.n; ++i)
-        some |= is[i] = is_lost(recovery.grad(before[i], on.first[i]), on.grad[i], half);
+        some |= is[i] = is_lost(reconstruction.grad(before[i], on.first[i]), on.grad[i], half);
     for (size_t i = 0; some && i < on.n; ++i)
         if (is[i] && lost.count++ < lost.room)
             lost.positions[lost.count - 1] = static_cast<uint32_t>(on.begin + i);
 }
 
 void note_lost_params(const UpdateArgs& args, const Worked& on, Lost& lost) {
-    const Recovery recovery(args.scalars);
+    const Reconstruction reconstruction(args.scalars);
     const uint16_t* param = static_cast<const uint16_t*>(args.param) + on.begin;
     const int16_t* low_bits = static_cast<const int16_t*>(args.master) + on.begin;
     alignas(64) uint32_t is[kStep];
     uint32_t some = 0;
     for (size_t i = 0; i < on.n; ++i)
-        some |= is[i] = is_lost_master(recovery.about_master(on.param[i], on.first[i], on.second[i]),
+        some |= is[i] = is_lost_master(reconstruction.about_master(on.param[i], on.first[i], on.second[i]),
                                        bits_of(join_master(param[i], low_bits[i])));
     for (size_t i = 0; some && i < on.n; ++i)
         if (is[i]) {
@@ -608,7 +609,15 @@ void bare(float* __restrict param, float* __restrict exp_avg, float* __restrict 
 
 } // namespace
 
-extern const Kernels kernels = {INFINITY_TEXT(INFINITY_ISA), update,  grad_store,     split, join, load_whole_moment,
-                                store_whole_moment,          recover, recover_params, bare};
+extern const Kernels kernels = {INFINITY_TEXT(INFINITY_ISA),
+                                update,
+                                grad_store,
+                                split,
+                                join,
+                                load_whole_moment,
+                                store_whole_moment,
+                                reconstruct_grads,
+                                reconstruct_params,
+                                bare};
 
 } // namespace infinity::adam::INFINITY_ISA

@@ -110,10 +110,11 @@ struct Kernels {
     void (*store_moment)(MomentKind kind, bool is_signed, const Moment& moment, const float* values, size_t n,
                          uint64_t seed, uint64_t index);
     // The gradients, of 16 bits, of an adamw update that has made the fp32 first moment `after` of `before`.
-    void (*recover)(const float* before, const float* after, const Scalars&, Dtype dtype, void* grad, size_t n);
+    void (*reconstruct_grads)(const float* before, const float* after, const Scalars&, Dtype dtype, void* grad,
+                              size_t n);
     // Split parameters before such an update, in place of those after it; the moments are those after it.
-    void (*recover_params)(uint16_t* param, const int16_t* low_before, const int16_t* low_after, const float* first,
-                           const float* second, const Scalars&, size_t n);
+    void (*reconstruct_params)(uint16_t* param, const int16_t* low_before, const int16_t* low_after, const float* first,
+                               const float* second, const Scalars&, size_t n);
     // The roofline of `update` for fp32: the same streams, in place, with next to no arithmetic.
     void (*bare)(float* param, float* exp_avg, float* exp_avg_sq, const float* grad, size_t n);
 };

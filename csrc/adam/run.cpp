@@ -29,7 +29,7 @@ void run_update(const UpdateArgs& args, size_t n) {
     for_chunks(n, [&](size_t, size_t begin, size_t end) { kernels.update(args, begin, end, nullptr); });
 }
 
-LostOfUpdate run_update_recoverably(const UpdateArgs& args, size_t n, bool params) {
+LostOfUpdate run_update_reporting_lost(const UpdateArgs& args, size_t n, bool params) {
     const Kernels& kernels = active_kernels();
     const size_t chunks = (n + kChunk - 1) / kChunk;
     std::vector<uint32_t> positions(chunks * kMostLost);
@@ -56,11 +56,12 @@ LostOfUpdate run_update_recoverably(const UpdateArgs& args, size_t n, bool param
     return all;
 }
 
-void run_recover(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad, size_t n) {
+void run_reconstruct_grads(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad,
+                           size_t n) {
     const Kernels& kernels = active_kernels();
     for_chunks(n, [&](size_t, size_t begin, size_t end) {
         uint16_t* out = static_cast<uint16_t*>(grad) + begin;
-        kernels.recover(before + begin, after + begin, scalars, dtype, out, end - begin);
+        kernels.reconstruct_grads(before + begin, after + begin, scalars, dtype, out, end - begin);
     });
 }
 
@@ -74,12 +75,12 @@ GradStats run_grad_store(const GradArgs& args, size_t n) {
     return {total, std::isfinite(total)}; // squares of finite floats cannot overflow a double
 }
 
-void run_recover_params(uint16_t* param, const int16_t* low_before, const int16_t* low_after, const float* first,
-                        const float* second, const Scalars& scalars, size_t n) {
+void run_reconstruct_params(uint16_t* param, const int16_t* low_before, const int16_t* low_after, const float* first,
+                            const float* second, const Scalars& scalars, size_t n) {
     const Kernels& kernels = active_kernels();
     for_chunks(n, [&](size_t, size_t begin, size_t end) {
-        kernels.recover_params(param + begin, low_before + begin, low_after + begin, first + begin, second + begin,
-                               scalars, end - begin);
+        kernels.reconstruct_params(param + begin, low_before + begin, low_after + begin, first + begin, second + begin,
+                                   scalars, end - begin);
     });
 }
 

@@ -21,12 +21,13 @@ struct LostOfUpdate {
     std::vector<uint16_t> param_bits; // and what those parameters were
 };
 
-// As `run_update`; tells of which elements `run_recover`, and `run_recover_params`, would not be right.
-LostOfUpdate run_update_recoverably(const UpdateArgs& args, size_t n, bool params);
-void run_recover(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad, size_t n);
+// As `run_update`; tells of which elements `run_reconstruct_grads`, and `run_reconstruct_params`, would not be right.
+LostOfUpdate run_update_reporting_lost(const UpdateArgs& args, size_t n, bool params);
+void run_reconstruct_grads(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad,
+                           size_t n);
 GradStats run_grad_store(const GradArgs& args, size_t n);
-void run_recover_params(uint16_t* param, const int16_t* low_before, const int16_t* low_after, const float* first,
-                        const float* second, const Scalars& scalars, size_t n);
+void run_reconstruct_params(uint16_t* param, const int16_t* low_before, const int16_t* low_after, const float* first,
+                            const float* second, const Scalars& scalars, size_t n);
 void run_split(const float* master, uint16_t* param, int16_t* low_bits, size_t n);
 void run_join(const uint16_t* param, const int16_t* low_bits, float* master, size_t n);
 void run_load_moment(MomentKind kind, bool is_signed, const Moment& moment, float* out, size_t n);

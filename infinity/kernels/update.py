@@ -103,7 +103,7 @@ def update(
     second: Moment | None = None,
     dither: Dither | None = None,
     aside: Aside | None = None,
-    recoverably: bool = False,
+    report_lost: bool = False,
     params: bool = False,
 ) -> Lost | None:
     """Make one update by any rule.
@@ -114,8 +114,8 @@ def update(
         master: the low bits or the master of `param`.
         first, second: the moments of the rule, of one kind.
         aside: further tensors that keep old or new values.
-        recoverably: report the gradients that `recover_grad` cannot reconstruct; requires `can_recover`.
-        params: also report the parameters that `recover_params` cannot reconstruct.
+        report_lost: report the gradients that `reconstruct_grad` cannot reconstruct; requires `can_reconstruct`.
+        params: also report the parameters that `reconstruct_params` cannot reconstruct.
 
     Returns:
         The elements that cannot be reconstructed, if requested.
@@ -126,11 +126,11 @@ def update(
     numel = param.numel()
     check(numel, {"param": param}, *_PARAM_KINDS)
     check(numel, {"grad": grad}, *DTYPES)
-    if recoverably and numel > _MOST_POSITIONS:
+    if report_lost and numel > _MOST_POSITIONS:
         raise ValueError(f"param has {numel} elements; of more than {_MOST_POSITIONS} no gradient can be told")
-    if recoverably and not can_recover(hyper, None if first is None else first.values.dtype, grad.dtype):
+    if report_lost and not can_reconstruct(hyper, None if first is None else first.values.dtype, grad.dtype):
         raise ValueError(f"no gradient of dtype {grad.dtype} can be told from what {type(hyper).__name__} does")
-    if params and not (recoverably and param.dtype == torch.bfloat16):
+    if params and not (report_lost and param.dtype == torch.bfloat16):
         raise ValueError(f"params of dtype {param.dtype} cannot be told from what an update leaves")
     master_dtype, param_kind = _PARAM_KINDS[param.dtype]
     if (master is None) != (master_dtype is None):
@@ -167,13 +167,13 @@ def update(
         seed=dither.seed,
         index=dither.index,
         aside=None if aside is None else _native_aside(aside),
-        recoverably=recoverably,
+        report_lost=report_lost,
         params=params,
     )
     return None if lost is None else Lost(*lost)
 
 
-def can_recover(hyper: Rule, first_dtype: torch.dtype | None, grad_dtype: torch.dtype) -> bool:
+def can_reconstruct(hyper: Rule, first_dtype: torch.dtype | None, grad_dtype: torch.dtype) -> bool:
     """Whether almost all gradients of an update can be reconstructed from its first moment of this dtype.
 
     This holds for AdamW (and for Adam without decay) with exact moments and gradients of 16 bits.
@@ -182,11 +182,11 @@ def can_recover(hyper: Rule, first_dtype: torch.dtype | None, grad_dtype: torch.
     return exact and hyper.loop()[0] is Loop.ADAMW
 
 
-def recover_grad(hyper: Rule, before: torch.Tensor, after: torch.Tensor, grad: torch.Tensor) -> None:
+def reconstruct_grad(hyper: Rule, before: torch.Tensor, after: torch.Tensor, grad: torch.Tensor) -> None:
     """Reconstruct the gradients of an update, except the ones that `update` has reported.
 
     Args:
-        hyper: the rule of that update, for which `can_recover` is True.
+        hyper: the rule of that update, for which `can_reconstruct` is True.
         before, after: its first moment, float32.
         grad: filled; bfloat16 or float16.
 
@@ -197,10 +197,10 @@ def recover_grad(hyper: Rule, before: torch.Tensor, after: torch.Tensor, grad: t
     check(numel, {"grad": grad}, torch.bfloat16, torch.float16)
     check(numel, {"before": before, "after": after}, torch.float32)
     _, scalars = _native(hyper)
-    _adam.recover(numel, before.data_ptr(), after.data_ptr(), scalars, DTYPES[grad.dtype], grad.data_ptr())
+    _adam.reconstruct_grads(numel, before.data_ptr(), after.data_ptr(), scalars, DTYPES[grad.dtype], grad.data_ptr())
 
 
-def recover_params(
+def reconstruct_params(
     hyper: Rule,
     param: torch.Tensor,
     low_bits: tuple[torch.Tensor, torch.Tensor],
@@ -210,7 +210,7 @@ def recover_params(
     """Reconstruct the parameters before an update in place, except the ones that `update` has reported.
 
     Args:
-        hyper: the rule of that update, for which `can_recover` is True.
+        hyper: the rule of that update, for which `can_reconstruct` is True.
         param: bfloat16, after the update.
         low_bits: its low bits, before and after the update; int16.
         first, second: the moments after it; float32.
@@ -225,7 +225,7 @@ def recover_params(
     check(numel, {"first": first, "second": second}, torch.float32)
     _, scalars = _native(hyper)
     states = (before.data_ptr(), after.data_ptr(), first.data_ptr(), second.data_ptr())
-    _adam.recover_params(numel, param.data_ptr(), *states, scalars)
+    _adam.reconstruct_params(numel, param.data_ptr(), *states, scalars)
 
 
 def _check_aside(name: str, aside: torch.Tensor | None, own: torch.Tensor | None) -> None:

@@ -29,12 +29,12 @@ from infinity.kernels import (
     Rule,
     join_master,
     load_moment,
-    recover_grad,
-    recover_params,
+    reconstruct_grad,
+    reconstruct_params,
     split_master,
     store_moment,
 )
-from infinity.kernels import can_recover as can_recover_flat
+from infinity.kernels import can_reconstruct as can_reconstruct_flat
 from infinity.kernels import update as update_flat
 from infinity.memory import Lease
 from infinity.tiers.state_layout import SCALES, StateField, StateLayout
@@ -187,7 +187,7 @@ def update(
     dither: Dither | None = None,
     aside: tuple[torch.Tensor | None, Mapping[str, torch.Tensor] | None] | None = None,
     *,
-    recoverably: bool = False,
+    report_lost: bool = False,
     params: bool = False,
 ) -> Lost | None:
     """Make one update in place.
@@ -196,8 +196,8 @@ def update(
         param, grad: 1-D and of one length; states: the fields for the same elements.
         dither: random bits for stochastic rounding; not needed by formats with exact moments.
         aside: tensors for the old parameters and for the new fields of the same elements; None to change all in place.
-        recoverably: report the elements whose gradients `recover` cannot reconstruct; requires `can_recover`.
-        params: also report the elements whose parameters it cannot reconstruct; requires `can_recover_param`.
+        report_lost: report the elements whose gradients `reconstruct` cannot restore; requires `can_reconstruct`.
+        params: also report the elements whose parameters it cannot reconstruct; requires `can_reconstruct_param`.
 
     Returns:
         The elements that cannot be reconstructed, if requested.
@@ -211,23 +211,23 @@ def update(
         second=layout.moment(states, layout.second),
         dither=dither,
         aside=None if aside is None else _aside(layout, *aside),
-        recoverably=recoverably,
+        report_lost=report_lost,
         params=params,
     )
 
 
-def can_recover(layout: StateLayout, rule: Rule, grad_dtype: torch.dtype) -> bool:
+def can_reconstruct(layout: StateLayout, rule: Rule, grad_dtype: torch.dtype) -> bool:
     """Whether gradients of this dtype can be reconstructed from the states before and after an update."""
     dtypes = {field.name: field.dtype for field in layout.fields}
-    return layout.first is not None and can_recover_flat(rule, dtypes[layout.first], grad_dtype)
+    return layout.first is not None and can_reconstruct_flat(rule, dtypes[layout.first], grad_dtype)
 
 
-def can_recover_param(layout: StateLayout) -> bool:
+def can_reconstruct_param(layout: StateLayout) -> bool:
     """Whether the old parameters can be reconstructed, too, if the gradients can."""
     return layout.master == "low_bits"
 
 
-def recover(
+def reconstruct(
     layout: StateLayout,
     rule: Rule,
     before: Mapping[str, torch.Tensor],
@@ -245,12 +245,12 @@ def recover(
     """
     assert layout.first is not None
     if grad is not None:
-        recover_grad(rule, before[layout.first], after[layout.first], grad)
+        reconstruct_grad(rule, before[layout.first], after[layout.first], grad)
     if param is not None:
         assert layout.master is not None
         assert layout.second is not None
         low_bits = before[layout.master], after[layout.master]
-        recover_params(rule, param, low_bits, after[layout.first], after[layout.second])
+        reconstruct_params(rule, param, low_bits, after[layout.first], after[layout.second])
 
 
 def _aside(layout: StateLayout, param: torch.Tensor | None, states: Mapping[str, torch.Tensor] | None) -> Aside:

@@ -159,7 +159,7 @@ class UpdatePipeline:
             if ticket.chosen:
                 return False
             self._queue.remove(ticket)
-            ticket.recovers = False
+            ticket.drops_grads = False
         self.rollback.forget_before(ticket)
         ticket.computed.set_result(None)
         return True
@@ -181,11 +181,11 @@ class UpdatePipeline:
 
         self._send(errand)
 
-    def recover(self, ticket: UpdateTicket, *, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
+    def reconstruct(self, ticket: UpdateTicket, *, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
         """Reconstruct the values before an update that will be rolled back and is not in progress. Blocks.
 
         Args:
-            grad: of the whole shard; filled with the gradients that the update `recovers`.
+            grad: of the whole shard; filled with the gradients, if the update has dropped them.
             param: of the whole shard; holds the new parameters, which are replaced by the old ones.
 
         Raises:
@@ -194,7 +194,7 @@ class UpdatePipeline:
 
         def errand() -> None:
             updated = [tile for tile in self._tiles_of(ticket) if tile not in ticket.tiles]
-            self.rollback.recover(ticket, updated, grad, param)
+            self.rollback.reconstruct(ticket, updated, grad, param)
 
         self._send(errand)
 
@@ -389,7 +389,7 @@ class UpdatePipeline:
     def _end(self, ticket: UpdateTicket, error: BaseException | None = None) -> None:
         for tile in ticket.tiles:
             self._ring.give_up(tile)
-            ticket.recovers = False
+            ticket.drops_grads = False
         with self._wake:  # first: a thread that waits for the ticket may visit the states next
             self._queue.remove(ticket)
         if error is None:
@@ -453,7 +453,7 @@ class UpdatePipeline:
                 rule,
                 Dither(ticket.seed, ticket.first + start),
                 old_values if image is not None else None,
-                recoverably=ticket.reconstructs_grads or ticket.reconstructs_param,
+                report_lost=ticket.reconstructs_grads or ticket.reconstructs_param,
                 params=ticket.reconstructs_param,
             )
             if lost is not None:

@@ -2,7 +2,7 @@
 
 The old version of a tile on NVMe is in the other slot (tiers/slots.py). A tile in memory has a second place
 (undo_log.py). The gradients and parameters of a tile on NVMe can be reconstructed from both versions of its states, see
-[Note: lost gradients] in csrc/adam/recovery.h, except a few elements, which are kept (`Remainder`).
+[Note: lost gradients] in csrc/adam/reconstruction.h, except a few elements, which are kept (`Remainder`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from infinity.kernels import Lost, Rule
-from infinity.optim.formats import TileFields, can_recover, can_recover_param, recover
+from infinity.optim.formats import TileFields, can_reconstruct, can_reconstruct_param, reconstruct
 from infinity.optim.ticket import Segment, UpdateTicket, parts_of
 from infinity.optim.undo_log import Image, Room, UndoLog, image_bytes
 from infinity.tiers.copies import Memory
@@ -22,7 +22,7 @@ from infinity.tiers.state_layout import StateLayout
 from infinity.tiers.states import StateStore, Tile, UnitStates
 
 _MOST_LOST_PARAMS = 1 << 20  # each takes 10 bytes, which no budget accounts for
-_RECOVERING_SLOTS = 2  # one for the tile after its update, one for the tile before it
+_RECONSTRUCTION_SLOTS = 2  # one for the tile after its update, one for the tile before it
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
 
 
@@ -50,7 +50,7 @@ class Rollback:
         self._store = store
         self._fields = fields
         self._ring = ring
-        self._recovers = slots >= _RECOVERING_SLOTS
+        self._has_slots = slots >= _RECONSTRUCTION_SLOTS
         self.log = log
         self._lost_params = 0  # elements that are kept for updates that may be rolled back
         self._lock = threading.Lock()  # the worker adds values, the compute thread removes them
@@ -86,14 +86,14 @@ class Rollback:
         param_bytes = image_bytes(self._layout, tile.numel) - tile.nbytes
         return Image(0 if self._store.can_roll_back(tile) else tile.nbytes, param_bytes if param else 0)
 
-    def can_recover(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
+    def can_reconstruct(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
         """Whether a rollback can reconstruct gradients of this dtype, so that they need not be kept."""
-        return self._recovers and all(can_recover(self._layout, each.rule, grad_dtype) for each in segments)
+        return self._has_slots and all(can_reconstruct(self._layout, each.rule, grad_dtype) for each in segments)
 
-    def can_recover_param(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
+    def can_reconstruct_param(self, segments: Sequence[Segment], grad_dtype: torch.dtype) -> bool:
         """Whether a rollback can also reconstruct parameters, and few enough elements are kept so far."""
         few = self._lost_params < _MOST_LOST_PARAMS
-        return few and can_recover_param(self._layout) and self.can_recover(segments, grad_dtype)
+        return few and can_reconstruct_param(self._layout) and self.can_reconstruct(segments, grad_dtype)
 
     def keep_before(self, states: UnitStates, tiles: Collection[int], *, param: bool) -> dict[int, Image]:
         """Reserve memory of the undo log for an update of `tiles`, a result of `can_roll_back`. Return images by tile.
@@ -153,9 +153,9 @@ class Rollback:
         """Keep the elements that cannot be reconstructed from the states. Their positions count from `start`."""
         remainder = ticket.remainder
         if lost.grads is None:
-            ticket.recovers = False
+            ticket.drops_grads = False
             remainder.forget_grads()
-        elif ticket.recovers:
+        elif ticket.drops_grads:
             remainder.keep_grads(lost.grads, start, ticket.grad)
         with self._lock:
             if ticket.keeps:
@@ -173,17 +173,17 @@ class Rollback:
             tile.lease, image.fields = image.fields, tile.lease
             tile.roll_back(_HOST)
 
-    def recover(
+    def reconstruct(
         self, ticket: UpdateTicket, tiles: Sequence[Tile], grad: torch.Tensor | None, param: torch.Tensor | None
     ) -> None:
         """Reconstruct the old values of the updated tiles; the tensors cover the whole shard."""
         for tile in tiles:
             parts = list(parts_of(ticket, tile))
             if parts:
-                self._recover_tile(tile, parts, grad, param)
+                self._reconstruct_tile(tile, parts, grad, param)
         ticket.remainder.put(grad, param)
 
-    def _recover_tile(
+    def _reconstruct_tile(
         self,
         tile: Tile,
         parts: Sequence[tuple[int, int, Rule]],
@@ -196,7 +196,7 @@ class Rollback:
                 before, after = self._fields.at(place, tile), self._fields.of(tile)
                 for start, stop, rule in parts:
                     old, new = (self._fields.part(fields, tile, start, stop) for fields in (before, after))
-                    recover(
+                    reconstruct(
                         self._layout,
                         rule,
                         old,

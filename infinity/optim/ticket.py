@@ -43,8 +43,8 @@ class UpdateTicket:
         needed: time of the unit's next use. Among updates that no thread waits for, the lowest goes first.
         only: indices of the tiles to update; None for all.
         before: images of the undo log, by index of the tile.
-        reconstructs_grads: whether the gradients can be reconstructed and are not kept for a rollback, see
-            [Note: lost gradients] in csrc/adam/recovery.h.
+        reconstructs_grads: whether a rollback shall reconstruct the gradients instead of keeping them, see
+            [Note: lost gradients] in csrc/adam/reconstruction.h.
         reconstructs_param: the same for the parameters.
         tiles: tiles that are not updated yet, in order.
         awaited: whether a thread waits for this update.
@@ -55,8 +55,8 @@ class UpdateTicket:
         under_way: the tile that is being updated, if `before` has an image for it.
         reached: all elements before this one have been updated.
         computed: completes when the new values are in memory; `writes` may still be in flight.
-        recovers: whether gradients of updated tiles can be reconstructed from the old states, the new states and
-            `remainder`.
+        drops_grads: whether the gradients are dropped after the update, because the old states, the new states and
+            `remainder` can reconstruct them. False from the moment that this is not true for all of them.
     """
 
     unit: int
@@ -83,11 +83,11 @@ class UpdateTicket:
     reached: int = field(init=False, default=0)
     computed: Future[None] = field(init=False, default_factory=Future)
     writes: list[Transfer] = field(init=False, default_factory=list)
-    recovers: bool = field(init=False)
+    drops_grads: bool = field(init=False)
     remainder: Remainder = field(init=False, default_factory=Remainder)
 
     def __post_init__(self) -> None:
-        self.recovers = self.reconstructs_grads
+        self.drops_grads = self.reconstructs_grads
 
     def has_inputs(self) -> bool:
         """Whether the parameters and gradients have arrived."""

@@ -125,7 +125,8 @@ class Remainder:
     """The few gradients and parameters of one update that cannot be reconstructed from the states.
 
     A rollback reconstructs all others from both slots of the states, see [Note: lost gradients] in
-    csrc/adam/recovery.h. Each entry contains 1-D tensors: positions in the shard, and the values of these elements.
+    csrc/adam/reconstruction.h. Each entry contains 1-D tensors: positions in the shard, and the values of these
+    elements.
     """
 
     def __init__(self) -> None:

@@ -152,7 +152,7 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
         old_params=old_params,
         is_double_buffered=is_double_buffered,
         ahead=ahead,
-        recovers=sizing.rules.grads.recovers and ahead == tiles,
+        reconstructs=sizing.rules.grads.reconstructs and ahead == tiles,
         streams=sizing.rules.grads.stream and not there,
         host=host,
         parts=unit in sizing.shards.standing,

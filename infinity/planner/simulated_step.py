@@ -87,7 +87,7 @@ def _spec(work: UnitWork) -> _Spec:
         grad_bytes=work.grad_bytes,
         is_double_buffered=any(tile.params_s for tile in work.tiles),
         ahead=work.undo_bytes,
-        recovers=work.recovers,
+        reconstructs=work.reconstructs,
         host=not work.read_s,
         on_drive=frozenset(index for index, tile in enumerate(work.tiles) if tile.is_stored),
     )

@@ -61,7 +61,7 @@ class UnitWork:
         tiles: of its optimizer states.
         undo_bytes: of the undo log, which a speculative update of all tiles takes.
         unlogged: number of tiles that a speculative update can have without room in the undo log.
-        recovers: its gradients need no memory after that.
+        reconstructs: its gradients need no memory after that, because they can be reconstructed.
     """
 
     nbytes: int = 0
@@ -79,7 +79,7 @@ class UnitWork:
     tiles: tuple[TileWork, ...] = ()
     undo_bytes: int = 0
     unlogged: int = 0
-    recovers: bool = False
+    reconstructs: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _old_values(
     logged = [numel for numel, home in tiles if home is Memory.HOST or not sizing.is_double_buffered]
     unlogged = sum(tile.is_stored for tile in fewer) if sizing.is_double_buffered else 0
     undo_bytes = sum(map(sizing.layout.tile_bytes, logged))
-    reconstructs = not logged and sizing.rules.grads.recovers
+    reconstructs = not logged and sizing.rules.grads.reconstructs
     if not reconstructs and not (sizing.is_double_buffered and plan.placement.params[unit] is Memory.NVME):
         undo_bytes += sum(numel for numel, _ in tiles) * sizing.specs[unit].dtype.itemsize
         unlogged = 0  # all tiles or none
@@ -271,7 +271,7 @@ class _Seconds:
             tiles=tiles,
             undo_bytes=undo_bytes,
             unlogged=unlogged,
-            recovers=sizing.rules.grads.recovers and spills and unlogged == len(tiles),
+            reconstructs=sizing.rules.grads.reconstructs and spills and unlogged == len(tiles),
         )
 
     def tile(self, unit: int, numel: int, home: Memory) -> TileWork:

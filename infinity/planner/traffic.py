@@ -71,7 +71,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     whole_bytes = passes * sum(specs[unit].nbytes for unit in _unsharded(steps))
     spills = placement.grad_homes
     sizes = [sizing.shards.grad_sizes[unit] for unit in spills.spilled]
-    spilling = [] if rules.grads.recovers else sizes  # gradients of speculative updates do not spill
+    spilling = [] if rules.grads.reconstructs else sizes  # gradients of speculative updates do not spill
     trained = sum(unit.trainable_numel for unit in sizing.partition.units)
     reduces = micro_batches if rules.grads.reduces_every_pass else 1
     travel = sizing.communication_dtype.itemsize

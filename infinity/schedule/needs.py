@@ -248,7 +248,7 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, on_device:
     def in_flight_bytes(units: int) -> int:
         return min(total, sum(largest_first[:units]) + open_bytes)
 
-    if rules.grads.holds_all and (on_device or not rules.grads.recovers):
+    if rules.grads.holds_all and (on_device or not rules.grads.reconstructs):
         least = in_flight_bytes(1) if rules.grads.spills and not on_device else total
         return GradShare(least, least, total)
     left = 0

@@ -12,7 +12,7 @@ from infinity.schedule.rules import Rules
 from infinity.tiers import FlatSpec, GradHomes, Memory
 
 _SPILL_SLOTS = 3  # one filled, one written, one read
-_RECOVERED_SLOTS = 16  # more than _SPILL_SLOTS, because units hold their slots until their updates run
+_RECONSTRUCTED_SLOTS = 16  # more than _SPILL_SLOTS, because units hold their slots until their updates run
 _LARGE_UNITS = 2  # an embedding and a head
 
 
@@ -41,7 +41,7 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
     if rules.stay_by_units:
         grads, stay = place_units(shards, split)
     else:
-        if rules.grads.recovers:
+        if rules.grads.reconstructs:
             grads = _with_most_slots(shards.grad_sizes, shards.standing, split.grads_bytes)
         else:
             grads = place_gradients(
@@ -165,7 +165,7 @@ def _with_most_slots(sizes: Sequence[int], standing: Collection[int], capacity_b
     def slots_beside(alone: int) -> int:
         """Return the number of slots if the `alone` largest units have memory of their own."""
         spare = capacity_bytes - sum(sizes[unit] for unit in (*standing, *by_size[:alone]))
-        return min(_RECOVERED_SLOTS, spare // sizes[by_size[alone]])
+        return min(_RECONSTRUCTED_SLOTS, spare // sizes[by_size[alone]])
 
     alone = max(range(min(_LARGE_UNITS + 1, len(by_size))), key=slots_beside)
     own = {*standing, *by_size[:alone]}

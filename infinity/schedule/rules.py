@@ -62,7 +62,7 @@ class GradRules:
         collects_all: whether every rank holds the full gradients of all units at once before the reduction.
         holds_all: whether this rank holds the gradients of all units at once, in memory or on NVMe.
         spills: whether gradients that exceed host memory go to NVMe.
-        recovers: whether gradients of units whose states are all double-buffered on NVMe need no memory after
+        reconstructs: whether gradients of units whose states are all double-buffered on NVMe need no memory after
             speculative updates, because they can be reconstructed.
         stream: whether a unit's gradients leave the device during the computation, unless they are added to other
             gradients on the host.
@@ -77,7 +77,7 @@ class GradRules:
     collects_all: bool
     holds_all: bool
     spills: bool
-    recovers: bool
+    reconstructs: bool
     stream: bool
     sums_on_device: bool
     sums_once: bool
@@ -141,16 +141,16 @@ class Rules:
     @property
     def stay_by_units(self) -> bool:
         """Whether states stay in memory by whole units, see `place_units`."""
-        return self.grads.recovers and not self.states.keeps_steps
+        return self.grads.reconstructs and not self.states.keeps_steps
 
-    def with_grads_recovered(self, *, params: bool) -> Rules:
+    def with_reconstruction(self, *, params: bool) -> Rules:
         """Return these rules for speculative updates after which gradients of units on NVMe can be reconstructed.
 
         Args:
             params: whether parameters can be reconstructed, too, so that they need no slots of their own.
         """
         on_drives = self.states.home is Memory.NVME and (params or self.params.home is Memory.NVME)
-        return replace(self, grads=replace(self.grads, recovers=self.grads.spills and on_drives))
+        return replace(self, grads=replace(self.grads, reconstructs=self.grads.spills and on_drives))
 
     def param_home(self, *, stays: bool, updated_on_device: bool) -> Memory:
         """Return the home of a unit's parameters. If it is NVMe, the budget may still move the parameters to the host.
@@ -264,7 +264,7 @@ def rules_of(
             collects_all=ranks > 1 and summed and not every_pass,
             holds_all=summed or not updates_in_backward,
             spills=on_drives and (summed or not updates_in_backward),
-            recovers=False,
+            reconstructs=False,
             stream=streams,
             sums_on_device=streams and summed and (ranks == 1 or every_pass),
             sums_once=every_pass and summed and 1 < sharing < ranks,

@@ -28,7 +28,7 @@ TILE_BYTES = 16  # of optimizer states
 _ELEMENT_BYTES, _USE_BYTES = 20, 10  # that a step needs
 _HEADROOM = 0.1
 _RULES: Any = SimpleNamespace(
-    grads=SimpleNamespace(holds_all=False, recovers=False, spills=False, stream=False),
+    grads=SimpleNamespace(holds_all=False, reconstructs=False, spills=False, stream=False),
     states=SimpleNamespace(home=Memory.HOST),
 )
 

@@ -25,7 +25,7 @@ class UnitSpec:
         old_params: where a speculative update keeps what it replaces: "slots", "states", "images" or "" (nowhere).
         is_double_buffered: the drive has two of each tile.
         ahead: tiles that a speculative update can undo.
-        recovers: its gradients can be recovered from the optimizer states.
+        reconstructs: its gradients can be reconstructed from the optimizer states.
         made: its first values are made in memory.
         streams: its gradients leave the device while that computes on.
         host: its home is host memory, apart from what is computed on; else a drive.
@@ -44,7 +44,7 @@ class UnitSpec:
     old_params: str = ""
     is_double_buffered: bool = False
     ahead: int = 1
-    recovers: bool = False
+    reconstructs: bool = False
     made: bool = False
     streams: bool = False
     host: bool = False

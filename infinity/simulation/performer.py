@@ -334,7 +334,7 @@ class Performer:
             self.clock.wait(each)
         if not ticket.keeps:
             self.grads.store.drop_after_update(self.grads.of(row))
-        elif ticket.recovers:
+        elif ticket.drops_grads:
             self.grads.store.drop_reconstructable(self.grads.of(row))
         else:
             self.grads.store.keep_after_update(self.grads.of(row))
@@ -367,7 +367,7 @@ class Performer:
         whole = len(tiles) == row.spec.tiles and self.states.keeps_all(row.index)
         ticket = self._submit_tiles(row, foreseen, tiles, needed, write=kind == "slots")
         ticket.keeps = ticket.logs = True
-        ticket.recovers = kind != "images" and row.spec.recovers and row.spills and whole
+        ticket.drops_grads = kind != "images" and row.spec.reconstructs and row.spills and whole
         ticket.images = self._images(row, tiles) if kind == "images" else 0
         self.images -= ticket.images
         row.ahead = Ahead(foreseen, frozenset(tiles), ticket, kind)
@@ -465,7 +465,7 @@ class Performer:
     def _undo(self, rows: list[Row], *, grads: bool) -> None:
         tickets = [row.ticket for row in rows if row.ticket is not None]
         for ticket in tickets:
-            ticket.recovers = False
+            ticket.drops_grads = False
         self.worker.stop(tickets)
         for ticket in tickets:
             self.finish(ticket)
@@ -474,8 +474,8 @@ class Performer:
             assert ahead is not None
             updated = [tile for tile in sorted(ahead.tiles) if tile not in {left.index for left in ahead.ticket.tiles}]
             if ahead.old_params == "states" or (self.grads.of(row).needs_reconstruction and grads):
-                self.worker.between_tiles(partial(self.states.recover, row.index, updated, ahead.due.states))
-            self._recover_grads(row, grads=grads)
+                self.worker.between_tiles(partial(self.states.reconstruct, row.index, updated, ahead.due.states))
+            self._reconstruct_grads(row, grads=grads)
             self.worker.between_tiles(partial(self.states.roll_back, row.index, sorted(ahead.tiles)))
             self._decide(row)
             before = [row.wanted] * row.spec.tiles
@@ -491,7 +491,7 @@ class Performer:
                     violate("lost", f"{row.name} is to be {row.wanted} again, and the drive has {row.home}")
                 row.stale = True
 
-    def _recover_grads(self, row: Row, *, grads: bool) -> None:
+    def _reconstruct_grads(self, row: Row, *, grads: bool) -> None:
         if not self.grads.of(row).needs_reconstruction:
             return
         if not grads:

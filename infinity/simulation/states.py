@@ -141,7 +141,7 @@ class States:
             elif isinstance(tile.extent, SlotExtent):
                 self.ring.roll_back(tile)
 
-    def recover(self, unit: int, tiles: Sequence[int], target: int) -> None:
+    def reconstruct(self, unit: int, tiles: Sequence[int], target: int) -> None:
         """Read both versions of tiles that have become `target`, which tell the gradients and the parameters."""
         for tile in [self.store.units[unit].tiles[index] for index in tiles]:
             self.ring.hold(tile)

@@ -27,7 +27,7 @@ class Ticket:
         write: each tile is written home once it is updated.
         keeps: its gradients may be of use again.
         logs: its old states may be, too: nobody has decided on it yet.
-        recovers: both slots of the states tell the gradients, so that their memory serves others.
+        drops_grads: both slots of the states tell the gradients, so that their memory serves others.
         images: tiles of the undo log that it takes.
         chosen: the worker is at it, or has been.
     """
@@ -40,7 +40,7 @@ class Ticket:
     write: bool
     keeps: bool = False
     logs: bool = False
-    recovers: bool = False
+    drops_grads: bool = False
     images: int = 0
     awaited: bool = False
     begun: bool = False
@@ -228,6 +228,6 @@ class Worker:
 
     def _end(self, ticket: Ticket) -> None:
         if ticket.tiles:
-            ticket.recovers = False
+            ticket.drops_grads = False
         ticket.computed = True
         self.ended.append(ticket)

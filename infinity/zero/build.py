@@ -495,7 +495,7 @@ def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
         plan.config.tiering.update_schedule == "speculative"
         and not any(unit.is_double_buffered for unit in held.params.units)
         and held.images is None
-        and not plan.sizing.rules.grads.recovers
+        and not plan.sizing.rules.grads.reconstructs
     ):
         _log.warning(
             'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '

@@ -148,7 +148,7 @@ class InFlight:
         self._pipeline.submit(ticket)
         ticket.computed.add_done_callback(partial(_note_ended, self._ended, ref(row)))
         written = params.write_through(ticket) if write else None
-        reconstructable = self._pipeline.rollback.can_recover_param(segments, self._grads.dtype)
+        reconstructable = self._pipeline.rollback.can_reconstruct_param(segments, self._grads.dtype)
         self._submitted[row] = None
         row.submit(ticket, written, keeps_grads=before is not None, reconstructable=reconstructable)
         return ticket
@@ -258,7 +258,7 @@ class InFlight:
                 move.wait(self._counters)
             if not row.keeps_grads:
                 self._grads.drop_after_update(row.grads)
-            elif ticket.recovers:
+            elif ticket.drops_grads:
                 self._grads.drop_reconstructable(row.grads)
             else:
                 self._grads.keep_after_update(row.grads)

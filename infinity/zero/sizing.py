@@ -13,7 +13,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.kernels import Hyper
-from infinity.optim.formats import SHARD_ALIGN, can_recover, can_recover_param, state_layout
+from infinity.optim.formats import SHARD_ALIGN, can_reconstruct, can_reconstruct_param, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.optim.undo_log import image_bytes
 from infinity.schedule import MemoryNeeds
@@ -154,8 +154,8 @@ class Sizing:
     def writes_updates(self) -> bool:
         """Whether updates of units on the drives are always written: for crash consistency, or because a rollback needs
         the old parameters in the other slot."""
-        told = _recovers(self.layout, self.grad_dtype) and can_recover_param(self.layout)
-        return self.keeps_steps or (self.is_double_buffered and not told)
+        reconstructs = _can_reconstruct_grads(self.layout, self.grad_dtype) and can_reconstruct_param(self.layout)
+        return self.keeps_steps or (self.is_double_buffered and not reconstructs)
 
     @property
     def images_bytes(self) -> int:
@@ -291,8 +291,8 @@ def size_up(
     bytes_per_param = layout.bytes_per_param + grad_dtype.itemsize  # of states and gradients
     stay = on_device | rules.first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes)
     specs = tuple(_flat_spec(unit, dtype, rules, on_device=unit.index in stay) for unit in partition.units)
-    if not accumulates and _recovers(layout, grad_dtype):
-        ahead = rules.with_grads_recovered(params=can_recover_param(layout))
+    if not accumulates and _can_reconstruct_grads(layout, grad_dtype):
+        ahead = rules.with_reconstruction(params=can_reconstruct_param(layout))
         off_device = sum(numel for unit, numel in enumerate(numels) if unit not in on_device)
         slot_bytes = layout.bytes_per_param * off_device // rules.sharding.count + rules.stored_param_bytes(specs)
         chosen = may_run_ahead_on_drives(config, ahead, ranks.size, slot_bytes=slot_bytes, drive_bytes=drive_bytes)
@@ -332,10 +332,10 @@ def _held_dtype(config: Config, rules: Rules) -> torch.dtype:
     return summed if rules.grads.reduces and summed.itemsize > made.itemsize else made
 
 
-def _recovers(layout: StateLayout, grad_dtype: torch.dtype) -> bool:
+def _can_reconstruct_grads(layout: StateLayout, grad_dtype: torch.dtype) -> bool:
     """Whether gradients of this dtype can be reconstructed after Adam's updates without coupled weight decay."""
     rule = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=0.0, weight_decay=0.0, step=1, decoupled=True)
-    return (layout.first, layout.second) == (rule.first, rule.second) and can_recover(layout, rule, grad_dtype)
+    return (layout.first, layout.second) == (rule.first, rule.second) and can_reconstruct(layout, rule, grad_dtype)
 
 
 def _flat_spec(unit: UnitLayout, dtype: torch.dtype, rules: Rules, *, on_device: bool) -> FlatSpec:

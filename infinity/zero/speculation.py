@@ -5,7 +5,7 @@ If the global norm decides on an update (clipping, skipped steps), the update ma
 is known, as if the norm were small. It runs on the tiles of a unit whose old version stays in another slot on NVMe
 (slots.py) or fits into the undo log (undo_log.py). Once the norm is known, the update is *committed*, and the
 remaining tiles are updated, or it is *rolled back*. Until then the unit keeps its gradients, unless they can be
-*reconstructed* from the two versions of all its states (see [Note: lost gradients] in csrc/adam/recovery.h): then
+*reconstructed* from the two versions of all its states (see [Note: lost gradients] in csrc/adam/reconstruction.h): then
 their memory serves other units. Parameters can be reconstructed in the same way, so parameters that stay in memory need
 no slots and no write. Access to the unit's values or gradients from outside rolls the update back first.
 """
@@ -112,7 +112,7 @@ class Speculation:
         is_reconstructable = can_put_back or (params.is_double_buffered and not self._params.keeps_steps)
         if (
             is_reconstructable
-            and rollback.can_recover_param(foreseen.segments, self._grads.dtype)
+            and rollback.can_reconstruct_param(foreseen.segments, self._grads.dtype)
             and rollback.keeps_all(row.states)
         ):
             return OldParams.STATES
@@ -148,7 +148,7 @@ class Speculation:
                 and not before
                 and row.spills
                 and tiles == row.states.indices
-                and self._pipeline.rollback.can_recover(segments, self._grads.dtype)
+                and self._pipeline.rollback.can_reconstruct(segments, self._grads.dtype)
             )
             ticket = self._in_flight.enqueue(
                 row,
@@ -203,12 +203,12 @@ class Speculation:
             submitted = [row for row in self._in_flight.submitted if row in rows]
             for row in submitted:
                 assert row.ticket is not None
-                row.ticket.recovers = False  # its gradients are still in memory
+                row.ticket.drops_grads = False  # its gradients are still in memory
             self._pipeline.stop(tickets)
             for row in submitted:
                 self._in_flight.finish(row)
             for row in rows:
-                self._recover(row, free_gradients, grads=grads, param=True)
+                self._reconstruct(row, free_gradients, grads=grads, param=True)
             self._pipeline.roll_back(tickets)
             stale: list[Unit] = []
             for row in rows:
@@ -222,7 +222,7 @@ class Speculation:
                 self._clear(row)
         return stale
 
-    def _recover(self, row: Unit, free_gradients: FreeGradients, *, grads: bool, param: bool) -> None:
+    def _reconstruct(self, row: Unit, free_gradients: FreeGradients, *, grads: bool, param: bool) -> None:
         """Reconstruct the old values that a speculative update has not kept.
 
         Args:
@@ -240,7 +240,7 @@ class Speculation:
         with self._critical:
             buffer = self._room_for_grads(row, free_gradients) if grads else None
             with self._changing(row) if param else nullcontext() as flat:
-                self._pipeline.recover(ahead.ticket, grad=buffer, param=flat)
+                self._pipeline.reconstruct(ahead.ticket, grad=buffer, param=flat)
             if grads:
                 self._grads.pause(held)
                 self._in_flight.gradients_returned = True
@@ -282,6 +282,6 @@ class Speculation:
         """Wait for a speculative update whose gradients are about to change, and mark it for rollback."""
         if row.ticket is not None:
             self._in_flight.finish(row)
-        self._recover(row, free_gradients, grads=True, param=False)
+        self._reconstruct(row, free_gradients, grads=True, param=False)
         assert row.ahead is not None
         row.ahead = replace(row.ahead, segments=())

@@ -105,7 +105,7 @@ def test_it_is_chosen_by_itself_where_it_costs_nothing(params, states, clipping,
     [
         ("bf16", 1, "speculative"),
         ("fp16", 1, "speculative"),
-        ("fp32", 1, "deferred"),  # its gradients cannot be recovered from the states
+        ("fp32", 1, "deferred"),  # its gradients cannot be reconstructed from the states
         ("bf16", 2, "deferred"),  # nor can the sums of several passes
     ],
 )

@@ -570,7 +570,7 @@ _add(
     "a slot is given away twice",
     (GradStore, "_free_slot", lambda self: self.slots[0]),
 )
-_add("undone_keeps_gradients", "a rolled-back update keeps its gradients", (Performer, "_recover_grads", _none))
+_add("undone_keeps_gradients", "a rolled-back update keeps its gradients", (Performer, "_reconstruct_grads", _none))
 _add(
     "failed_counts_as_computed",
     "a step is committed although an update of it has failed",

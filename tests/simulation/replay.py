@@ -114,7 +114,7 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             is_double_buffered=speculative and unit.offloaded,
             tiles=1,
             ahead=1,
-            recovers=False,
+            reconstructs=False,
             made=unit.offloaded and not apart,
             streams=apart,
             host=unit.host and not speculative,

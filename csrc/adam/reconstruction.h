@@ -10,8 +10,8 @@
 //
 // Trying it out for each element takes nearly half the time of the update itself. So the update only keeps, of some
 // elements at a time, what tells that all of them surely come back ([Note: doubt]); the others are tried out.
-struct Recovery {
-    explicit Recovery(const Scalars& s)
+struct Reconstruction {
+    explicit Reconstruction(const Scalars& s)
         : s(s), from_avg(s.m_weight < 0.5f), m_weight(from_avg ? s.m_weight : s.m_weight - 1.0f),
           inverse_weight(1.0f / s.m_weight), inverse_scale(1.0f / s.grad_scale), inverse_factor(1.0f / s.param_factor) {
     }
@@ -57,8 +57,8 @@ inline bool is_lost_master(uint32_t about, uint32_t given) {
 
 // [Note: doubt]
 // With u = 2^-24 and g the scaled gradient, b the moment before and w the gradient's weight, roundings move what is
-// recovered of g by less than u (10 |g| + (6 + 1/w) |b|): six of g - b and what is made of it, that of the new moment
-// divided by w, the rest of g alone. Half a step is 2^-9 |g| for bf16, 2^-12 |g| for fp16, so g comes back where
+// reconstructed of g by less than u (10 |g| + (6 + 1/w) |b|): six of g - b and what is made of it, that of the new
+// moment divided by w, the rest of g alone. Half a step is 2^-9 |g| for bf16, 2^-12 |g| for fp16, so g comes back where
 //
 //     |b| 1.25 (6 + 1/w) 2^-15 < |g|,
 //

@@ -14,9 +14,9 @@ from infinity.kernels import (
     Hyper,
     Lost,
     Moment,
-    can_recover,
-    recover_grad,
-    recover_params,
+    can_reconstruct,
+    reconstruct_grad,
+    reconstruct_params,
     split_master,
     update,
 )
@@ -42,7 +42,7 @@ def updated(
     param, second, moment = torch.ones(numel), torch.ones(numel), first.clone()
     after = torch.empty(numel) if aside else moment
     beside = Aside(first=Moment(after), second=Moment(torch.empty(numel))) if aside else None
-    lost = update(rule, param, grad, first=Moment(moment), second=Moment(second), aside=beside, recoverably=True)
+    lost = update(rule, param, grad, first=Moment(moment), second=Moment(second), aside=beside, report_lost=True)
     assert lost is not None
     assert not lost.params
     return after, lost.grads
@@ -54,7 +54,7 @@ def check(rule: Hyper, first: torch.Tensor, grad: torch.Tensor, *, aside: bool =
     assert lost is not None
     assert lost == sorted(set(lost))
     found = torch.empty_like(grad)
-    recover_grad(rule, first, after, found)
+    reconstruct_grad(rule, first, after, found)
     assert {int(place) for place in (found.view(torch.int16) != grad.view(torch.int16)).nonzero()} <= set(lost)
     found[lost] = grad[lost]
     assert same_bits(found, grad)
@@ -211,7 +211,7 @@ def test_every_instruction_set_and_number_of_threads_finds_the_same(dtype) -> No
             kernels.set_threads(threads)
             after, lost = updated(HYPER, first, grad, aside=False)
             found = torch.empty_like(grad)
-            recover_grad(HYPER, first, after, found)
+            reconstruct_grad(HYPER, first, after, found)
             results.append((lost, found))
     for lost, found in results:
         assert lost == results[0][0]
@@ -230,14 +230,14 @@ def split_updated(
     after = {name: values.clone() for name, values in before.items()}
     first, second = Moment(after["first"]), Moment(after["second"])
     update_of = {"master": after["low_bits"], "first": first, "second": second}
-    lost = update(rule, after["param"], grad, **update_of, recoverably=True, params=True)
+    lost = update(rule, after["param"], grad, **update_of, report_lost=True, params=True)
     assert lost is not None
     return after, lost
 
 
 def put_back(rule: Hyper, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> torch.Tensor:
     param = after["param"].clone()
-    recover_params(rule, param, (before["low_bits"], after["low_bits"]), after["first"], after["second"])
+    reconstruct_params(rule, param, (before["low_bits"], after["low_bits"]), after["first"], after["second"])
     return param
 
 
@@ -291,14 +291,14 @@ def test_parameters_are_the_same_with_every_instruction_set() -> None:
         assert same_bits(found, results[0][1])
 
 
-def test_what_cannot_be_recovered_is_refused() -> None:
+def test_what_cannot_be_reconstructed_is_refused() -> None:
     coupled = dataclasses.replace(HYPER, decoupled=False)
     adagrad = AdagradHyper(lr=0.1, lr_decay=0.0, eps=1e-8, weight_decay=0.0, step=1)
-    assert can_recover(HYPER, torch.float32, torch.bfloat16)
-    assert not can_recover(HYPER, torch.bfloat16, torch.bfloat16)
-    assert not can_recover(HYPER, torch.float32, torch.float32)
-    assert not can_recover(coupled, torch.float32, torch.bfloat16)
-    assert not can_recover(adagrad, None, torch.bfloat16)
+    assert can_reconstruct(HYPER, torch.float32, torch.bfloat16)
+    assert not can_reconstruct(HYPER, torch.bfloat16, torch.bfloat16)
+    assert not can_reconstruct(HYPER, torch.float32, torch.float32)
+    assert not can_reconstruct(coupled, torch.float32, torch.bfloat16)
+    assert not can_reconstruct(adagrad, None, torch.bfloat16)
     with pytest.raises(ValueError, match="no gradient of dtype"):
         updated(HYPER, torch.zeros(4), torch.zeros(4), aside=False)
     with pytest.raises(ValueError, match="params of dtype"):
@@ -307,11 +307,11 @@ def test_what_cannot_be_recovered_is_refused() -> None:
             *(torch.zeros(4), torch.zeros(4).bfloat16()),
             first=Moment(torch.zeros(4)),
             second=Moment(torch.zeros(4)),
-            recoverably=True,
+            report_lost=True,
             params=True,
         )
     with pytest.raises(ValueError, match="before has"):
-        recover_grad(HYPER, torch.zeros(3), torch.zeros(4), torch.zeros(4).bfloat16())
+        reconstruct_grad(HYPER, torch.zeros(3), torch.zeros(4), torch.zeros(4).bfloat16())
 
 
 def test_more_elements_than_positions_count_are_refused() -> None:
@@ -320,4 +320,4 @@ def test_more_elements_than_positions_count_are_refused() -> None:
     wide = tensor_at(memory.address, 4 * numel, memory).view(torch.float32)
     narrow = wide.view(torch.bfloat16)[:numel]
     with pytest.raises(ValueError, match="no gradient can be told"):
-        update(HYPER, wide, narrow, first=Moment(wide), second=Moment(wide), recoverably=True)
+        update(HYPER, wide, narrow, first=Moment(wide), second=Moment(wide), report_lost=True)
