@@ -143,7 +143,7 @@ class Accessors:
         found = step.gradients.source.collected_gradient(row, place.index, of_all=step.counter.synchronises)
         return found if found is None or step.counter.synchronises else found * step.losses.ranks_count
 
-    def held_gradients(self, place: Place, what: str) -> torch.Tensor | None:
+    def local_gradients(self, place: Place, what: str) -> torch.Tensor | None:
         """This rank's part of a unit's gradients in host memory, if the parameter has one.
 
         Args:
@@ -160,8 +160,8 @@ class Accessors:
         gradients.check_reduced()  # else a gradient that waits for that would pass for none
         self._step.updates.roll_back()
         row = self._runtime.row(place.unit)
-        return self._step.updates.held_values(row) if place.index in row.total.present else None
+        return self._step.updates.local_values(row) if place.index in row.total.present else None
 
     def gradients_changed(self, place: Place) -> None:
-        """What `held_gradients` gave was written to."""
+        """What `local_gradients` gave was written to."""
         self._step.updates.remeasure(self._runtime.row(place.unit))

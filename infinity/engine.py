@@ -163,7 +163,7 @@ class Engine(Accessors):
         Raises:
             InfinityError: another thread runs the model.
         """
-        with self._step.hooks.thread.held():
+        with self._step.hooks.thread.claimed():
             return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -121,7 +121,7 @@ def _look(directory: Path) -> list[_Kept]:
 
 
 def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
-    from infinity.tiers.run_files import is_held, missing_states, read_record
+    from infinity.tiers.run_files import is_locked, missing_states, read_record
 
     step = None
     problem = next((f"not to be gone on from: {file.foreign}" for file in files if file.foreign is not None), None)
@@ -142,7 +142,7 @@ def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
         except CheckpointError:
             problem = "its record is damaged"
     nbytes = sum(map(_size, files))
-    in_use = any(is_held(file.path) for file in files if file.is_data and file.foreign is None)
+    in_use = any(is_locked(file.path) for file in files if file.is_data and file.foreign is None)
     return _Kept(run, rank, step, nbytes, in_use, problem)
 
 

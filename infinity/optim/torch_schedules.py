@@ -48,6 +48,6 @@ def _parts(scheduler: Any, seen: dict[int, Any]) -> Iterator[Any]:
     seen[id(scheduler)] = scheduler
     yield scheduler
     for value in list(vars(scheduler).values()):
-        for held in value if isinstance(value, (list, tuple)) else (value,):
-            if hasattr(held, "optimizer") and hasattr(held, "step"):
-                yield from _parts(held, seen)
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if hasattr(each, "optimizer") and hasattr(each, "step"):
+                yield from _parts(each, seen)

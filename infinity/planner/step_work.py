@@ -292,8 +292,8 @@ class _Seconds:
         if self._plan.machine.discrete:
             return 0.0
         sizing = self._plan.sizing
-        came, held = sizing.layout.param_dtype.itemsize, sizing.grad_dtype.itemsize
-        nbytes = came + held + held * (self._passes - 1) / self._passes
+        arrived, summed = sizing.layout.param_dtype.itemsize, sizing.grad_dtype.itemsize
+        nbytes = arrived + summed + summed * (self._passes - 1) / self._passes
         return _over(numel * nbytes * self._neighbours, self._rates.memory_bytes_per_s)
 
     def _read(self, nbytes: int) -> float:
@@ -350,9 +350,11 @@ def _uses(plan: TrainingPlan, config: Config, work: Work, rates: Rates, together
 
 def _activations(plan: TrainingPlan, config: Config, work: Work) -> tuple[float, float]:
     """Return a micro-batch's activation bytes that leave the device, and the part that leaves the host, too."""
-    held = plan.sizing.rules.activations_bytes
-    if not held:
+    host_bytes = plan.sizing.rules.activations_bytes
+    if not host_bytes:
         return 0.0, 0.0
     at_once = config.gradient_accumulation_steps if plan.sizing.layer_major else 1
-    stored = max(0.0, work.saved_bytes * at_once - held) / at_once if config.tiering.activations == "nvme" else 0.0
+    stored = (
+        max(0.0, work.saved_bytes * at_once - host_bytes) / at_once if config.tiering.activations == "nvme" else 0.0
+    )
     return (work.saved_bytes if plan.machine.discrete else 0.0), stored

@@ -193,7 +193,7 @@ def collecting_bytes(
     Args:
         numels: trainable elements of each unit.
         shared: units that several modules use; their gradients are collected until the pass ends.
-        collect, travel, hold: dtypes in which gradients are collected, reduced, and held until they are used.
+        collect, travel, hold: dtypes in which gradients are collected, reduced, and stored until they are used.
     """
     if not rules.grads.reduces:
         return 0

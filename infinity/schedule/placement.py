@@ -83,12 +83,12 @@ def _param_homes(rules: Rules, specs: Sequence[FlatSpec], homes_bytes: int) -> I
 def stay_in_memory(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
     """Return which items stay in `resident_bytes` of memory, spread evenly so that the drive's load is even."""
     share = min(1.0, resident_bytes / max(1, sum(sizes)))
-    seen_bytes = held_bytes = 0
+    seen_bytes = stay_bytes = 0
     stay = []
     for nbytes in sizes:
         seen_bytes += nbytes
-        stay.append(held_bytes + nbytes <= min(share * seen_bytes, resident_bytes))
-        held_bytes += nbytes if stay[-1] else 0
+        stay.append(stay_bytes + nbytes <= min(share * seen_bytes, resident_bytes))
+        stay_bytes += nbytes if stay[-1] else 0
     return stay
 
 
@@ -184,7 +184,7 @@ def place_gradients(
 
     Args:
         standing: see `Shards`.
-        spills: whether all gradients are held until the end of backward, on NVMe if they do not fit.
+        spills: whether all gradients are kept until the end of backward, on NVMe if they do not fit.
         blocks: the block that contains each unit. The gradients of all units of a block may be incomplete at once.
     """
     if sum(sizes) <= capacity_bytes:

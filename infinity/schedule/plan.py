@@ -59,7 +59,7 @@ class Plan:
 class Ahead:
     """How far ahead of their use units are fetched: the next one if it fits, and more within a number of bytes.
 
-    The plan and the gathers use this rule, so that they hold the same units.
+    The plan and the gathers use this rule, so that they have the same units in memory.
 
     Attributes:
         capacity_bytes: memory for units that are fetched and evicted.
@@ -74,10 +74,10 @@ class Ahead:
 
     def may_be(self, steps: int, nbytes: int, in_use_bytes: int, ahead_bytes: int) -> bool:
         """Whether a unit may be fetched `steps` uses ahead, in addition to the unit in use and the units ahead."""
-        held_bytes = in_use_bytes + ahead_bytes + nbytes
+        total_bytes = in_use_bytes + ahead_bytes + nbytes
         if steps == 1:
-            return held_bytes <= self.capacity_bytes
-        return ahead_bytes + nbytes <= self.bytes and held_bytes + self.largest_bytes <= self.capacity_bytes
+            return total_bytes <= self.capacity_bytes
+        return ahead_bytes + nbytes <= self.bytes and total_bytes + self.largest_bytes <= self.capacity_bytes
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,17 @@ class _Replacement:
             self._fetch(unit, time, time, keep={unit})
         self._last_use[unit] = time
         self._push(unit, time)
-        held, ahead_bytes = {unit}, 0
+        kept, ahead_bytes = {unit}, 0
         for steps in range(1, MOST_AHEAD + 1):
             following = self._next_use.at(time + steps)
-            if following in held:
+            if following in kept:
                 continue
             if not self._ahead.may_be(steps, self._sizes[following], self._sizes[unit], ahead_bytes):
                 return
             if following not in self.resident:
-                self._fetch(following, time, time + steps, keep=held)
+                self._fetch(following, time, time + steps, keep=kept)
                 self._push(following, time)
-            held.add(following)
+            kept.add(following)
             ahead_bytes += self._sizes[following]
 
     @property

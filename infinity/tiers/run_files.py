@@ -102,7 +102,7 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
                 f"{file.path} is refused: {file.foreign}. If its content can be trusted, make it your own (a copy with "
                 "mode 600); otherwise remove it, or give the run a directory of its own"
             )
-    check_not_held(files)
+    check_unlocked(files)
     remove([file for file in files if file.is_unfinished])
     files = [file for file in files if not file.is_unfinished]
     records = [file for file in files if file.is_record and file.path.parent == directories[0]]
@@ -157,7 +157,7 @@ def remove(files: Sequence[KeptFile]) -> None:
         StorageError: a drive has failed.
     """
     own = [file for file in files if file.foreign is None]
-    check_not_held(own)
+    check_unlocked(own)
     for records in (False, True):  # the record last, because states without a record are refused
         chosen = [file for file in own if file.is_record == records]
         for file in chosen:
@@ -165,10 +165,10 @@ def remove(files: Sequence[KeptFile]) -> None:
         flush_names([file.path.parent for file in chosen])
 
 
-def check_not_held(files: Sequence[KeptFile]) -> None:
+def check_unlocked(files: Sequence[KeptFile]) -> None:
     """Raise CheckpointError if a living process uses one of these files."""
     for file in files:
-        if file.is_data and is_held(file.path):
+        if file.is_data and is_locked(file.path):
             raise CheckpointError(
                 f"{file.path} is in use: a living process trains run {file.run} with it. End that one first, or give "
                 "each run a directory of its own"
@@ -265,7 +265,7 @@ class RunFiles:
             self._descriptor = None
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a living process uses this file. Raises CheckpointError if this cannot be determined."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

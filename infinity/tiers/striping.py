@@ -82,13 +82,13 @@ class Striping:
         return (self.sizes[index] + part) / self._stripes[index].weight
 
     def _full(self, nbytes: int) -> StorageError:
-        held = ", ".join(
+        in_use = ", ".join(
             f"{stripe.path} ({format_size(size)} of {format_size(stripe.capacity_bytes)} taken)"
             for stripe, size in zip(self._stripes, self.sizes, strict=True)
         )
         return StorageError(
             errno.ENOSPC,
-            f"no room for {format_size(nbytes)} more of the model's states: {held}; free space on one of them, raise "
+            f"no room for {format_size(nbytes)} more of the model's states: {in_use}; free space on one of them, raise "
             "tiering.nvme[].capacity, or add a path",
             str(self._stripes[0].path),
             self.sizes[0],

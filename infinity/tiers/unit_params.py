@@ -380,7 +380,7 @@ class UnitParams:
         self.field.roll_back(Memory.NVME)
 
     def read_found(self) -> None:
-        """Fill `shard`, which is held for a change, with the values that an earlier process left on NVMe.
+        """Fill `shard`, during a change of it, with the values that an earlier process left on NVMe.
 
         Raises:
             StorageError: they cannot be read.

@@ -37,12 +37,12 @@ def open_run(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> RunF
     Raises:
         CheckpointError: the states are damaged, differ from this run, or are not available on all ranks.
     """
-    held: list[Record | None] = []
+    mine: list[Record | None] = []
     facts = {"ranks": {"number": ranks.size, "this": ranks.rank}, **facts}
 
     def look() -> _Told | None:
-        held.append(_record(directories, facts, ranks))
-        record = held[0]
+        mine.append(_record(directories, facts, ranks))
+        record = mine[0]
         if record is None:
             return None
         return _Told(record.run, {g.sequence: g.state["counters"]["global_steps"] for g in record.generations})
@@ -50,7 +50,7 @@ def open_run(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> RunF
     told = ranks.each(look, "infinity.initialize(): the states of an earlier process")
     sequence = _agreed(told, directories[0])
     run, nonce = ranks.on_rank_0(lambda: (secrets.token_hex(8), secrets.token_hex(4)))
-    record = held[0]
+    record = mine[0]
     if sequence is None or record is None:
         if record is not None:
             remove([file for path in directories for file in kept_files(path) if file.rank == ranks.rank])

@@ -99,12 +99,12 @@ def agree(ranks: Ranks, topics: Mapping[str, Facts], advice: str = "") -> None:
     differing = [topic for index, topic in enumerate(topics) if any(of[index] != digests[0][index] for of in digests)]
     if not differing:
         return
-    held = ranks.of_all({topic: topics[topic] for topic in differing})
+    of_ranks = ranks.of_all({topic: topics[topic] for topic in differing})
     found = [
-        f"rank {rank} differs in its {topic}: {_difference(facts[topic], held[0][topic])}"
+        f"rank {rank} differs in its {topic}: {_difference(facts[topic], of_ranks[0][topic])}"
         for topic in differing
-        for rank, facts in enumerate(held)
-        if facts[topic] != held[0][topic]
+        for rank, facts in enumerate(of_ranks)
+        if facts[topic] != of_ranks[0][topic]
     ]
     more = f" ({len(found) - 3} more such)" if len(found) > 3 else ""
     raise ConfigError(

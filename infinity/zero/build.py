@@ -209,31 +209,31 @@ def build_runtime(
         once = _share_sums(plan, memory)
         with _as_one(ranks, parts):
             states = undo.enter_context(closing(_hold_states(plan, memory)))
-            held = _hold_units(plan, memory, states, undo)
+            stores = _make_stores(plan, memory, states, undo)
             if run is None:
                 memory.swap.create()
         if run is not None:
             ranks.each(lambda: _take_over(memory.swap), "infinity.initialize(): the files")
-        _tell_of_waiting(plan, held)
+        _tell_of_waiting(plan, stores)
         for slot in memory.slots:
             memory.swap.register(slot.span())
-        pipeline = UpdatePipeline(plan.sizing.layout, states, memory.slots, memory.counters, held.images)
+        pipeline = UpdatePipeline(plan.sizing.layout, states, memory.slots, memory.counters, stores.images)
         undo.pop_all()
     return Runtime(
         sizing=plan.sizing,
         groups=plan.groups,
-        executor=_make_executor(plan, model, memory, states, held, pipeline),
-        params=held.params,
-        grads=held.grads,
-        device_grads=held.device_grads,
+        executor=_make_executor(plan, model, memory, states, stores, pipeline),
+        params=stores.params,
+        grads=stores.grads,
+        device_grads=stores.device_grads,
         pipeline=pipeline,
         states=states,
-        sums=held.sums,
+        sums=stores.sums,
         arena=memory.arena,
         host=plan.host,
         device=memory.device.ledger,
         swap=memory.swap,
-        files=held.files,
+        files=stores.files,
         counters=memory.counters,
         link=link,
         loss_norm=Norms(plan.sizing.rules.measured_on_device(1), link),
@@ -316,7 +316,7 @@ class _Memory:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Stores:
     params: Params
     grads: GradStore
     device_grads: DeviceGrads | None
@@ -364,7 +364,7 @@ def _hold_states(plan: _Plan, memory: _Memory) -> StateStore:
     )
 
 
-def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStack) -> _Held:
+def _make_stores(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStack) -> _Stores:
     sizing, split, host, device = plan.sizing, plan.split, plan.host, plan.link.device
     host.count("gradients, states and what is on its way", memory.arena)
     host.fix("values on their way at initialize", sizing.host_needs().initial_extra_bytes(split))
@@ -392,21 +392,21 @@ def _hold_units(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitStac
     if sizing.on_device or sizing.may_come:
         on_device = DeviceGrads(grads.units, grads.dtype, budgets.grads, device, critical, grads.norms)
     sums = DeviceSums(grads.units, grads.dtype, budgets.sums, device, critical)
-    return _Held(params, grads, on_device, sums, files, images)
+    return _Stores(params, grads, on_device, sums, files, images)
 
 
 def _make_executor(
-    plan: _Plan, model: nn.Module, memory: _Memory, states: StateStore, held: _Held, pipeline: UpdatePipeline
+    plan: _Plan, model: nn.Module, memory: _Memory, states: StateStore, stores: _Stores, pipeline: UpdatePipeline
 ) -> Executor:
     """Create the executor, with the units' rows, their views, and the cycle of uses."""
-    sizing, params, grads = plan.sizing, held.params, held.grads
+    sizing, params, grads = plan.sizing, stores.params, stores.grads
     capacity_bytes = plan.ranks.least(memory.device.params.capacity_bytes)
     moving = [spec.offloaded for spec in sizing.specs]
     cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
     views = ModelViews(writable=plan.config.zero.stage < 3)
     layouts = sizing.partition.units
     units = [
-        Unit(layout, each, UnitViews(layout, model, each, views), of_grads, grads, held.device_grads, of_states)
+        Unit(layout, each, UnitViews(layout, model, each, views), of_grads, grads, stores.device_grads, of_states)
         for layout, each, of_grads, of_states in zip(layouts, params.units, grads.units, states.units, strict=True)
     ]
     in_flight = InFlight(params, grads, pipeline, memory.counters)
@@ -489,12 +489,12 @@ def _hold_gradients(plan: _Plan, memory: _Memory) -> GradStore:
     return store
 
 
-def _tell_of_waiting(plan: _Plan, held: _Held) -> None:
+def _tell_of_waiting(plan: _Plan, stores: _Stores) -> None:
     """Warn if no update can be speculative although the configuration requests it."""
     if (
         plan.config.tiering.update_schedule == "speculative"
-        and not any(unit.is_double_buffered for unit in held.params.units)
-        and held.images is None
+        and not any(unit.is_double_buffered for unit in stores.params.units)
+        and stores.images is None
         and not plan.sizing.rules.grads.reconstructs
     ):
         _log.warning(

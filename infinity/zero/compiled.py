@@ -74,8 +74,8 @@ def _has_cuda_graphs(compiled: Any) -> bool:
         return False
     if (of_backend() or {}).get("triton.cudagraphs", False):
         return True
-    held = (cell.cell_contents for cell in compiled.__closure__)  # torch has no name for the context that it made
-    backend = next((each.callback for each in held if hasattr(each, "callback")), None)
+    contents = (cell.cell_contents for cell in compiled.__closure__)  # torch has no name for the context that it made
+    backend = next((each.callback for each in contents if hasattr(each, "callback")), None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
     return getattr(backend, "compiler_name", "") == "cudagraphs"

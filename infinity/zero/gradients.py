@@ -273,7 +273,7 @@ class Gradients:
 
     # Ends #
 
-    def held(self) -> bool:
+    def any_pending(self) -> bool:
         """Whether there are gradients without an update."""
         return self.source.has_unreduced or bool(self.units_with_gradients())
 

@@ -62,7 +62,7 @@ class PartialSum:
         dtype: dtype of the sum.
 
     Attributes:
-        held: whether a sum exists or is arriving that is not yet added over the replicas.
+        is_pending: whether a sum exists or is arriving that is not yet added over the replicas.
         present: indices of the parameters for which the sum contains a gradient of this rank.
     """
 
@@ -71,7 +71,7 @@ class PartialSum:
         self._dtype = dtype
         self._device = device
         self._values: torch.Tensor | None = None  # allocated at first use, then reused in every step
-        self.held = False
+        self.is_pending = False
         self.present: set[int] = set()
         self._begun = False
 
@@ -82,10 +82,10 @@ class PartialSum:
             self._values = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         return self._values
 
-    def hold(self, indices: set[int]) -> None:
+    def announce(self, indices: set[int]) -> None:
         """Announce a micro-batch's shard with gradients of these parameters; `add` follows."""
-        if not self.held:
-            self.held, self._begun = True, False
+        if not self.is_pending:
+            self.is_pending, self._begun = True, False
             self.present = set()
         self.present.update(indices)
 

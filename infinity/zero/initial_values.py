@@ -332,8 +332,8 @@ def _places(model: nn.Module, param: nn.Parameter) -> list[tuple[nn.Module, str]
     return [
         (module, name)
         for module in model.modules()
-        for name, held in module.named_parameters(recurse=False, remove_duplicate=False)
-        if held is param
+        for name, each in module.named_parameters(recurse=False, remove_duplicate=False)
+        if each is param
     ]
 
 

@@ -92,11 +92,11 @@ def model_parts(model: nn.Module, ranks: Ranks) -> ModelParts:
             'give initialize the ranks of the other mesh dimension, process_group=mesh["dp"].get_group()'
         )
     size = dist.get_world_size(group)
-    shares = {name: 1 / size for name, param in model.named_parameters() if _is_held_alike(param)}
+    shares = {name: 1 / size for name, param in model.named_parameters() if _is_replicated(param)}
     return ModelParts(Ranks.of_group(group, ranks.timeout_s), shares)
 
 
-def _is_held_alike(param: Any) -> bool:
+def _is_replicated(param: Any) -> bool:
     return not is_distributed(param) or all(placement.is_replicate() for placement in param.placements)
 
 

@@ -52,11 +52,11 @@ class OneThread:
         self._holder = None
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the model inside of this context; see `claim`."""
-        claimed = self.claim()
+    def claimed(self) -> Iterator[None]:
+        """Make this thread the holder in this context; see `claim`."""
+        is_new = self.claim()
         try:
             yield
         finally:
-            if claimed:
+            if is_new:
                 self.release()

@@ -290,24 +290,24 @@ class Ranks:
         if self.size == 1:
             return action()
         result, failure = _attempt(action) if self.rank == 0 else (None, None)
-        held: list[Any] = [result, None if failure is None else (isinstance(failure, CheckpointError), str(failure))]
+        answer: list[Any] = [result, None if failure is None else (isinstance(failure, CheckpointError), str(failure))]
         with self.talking("a broadcast"):
-            dist.broadcast_object_list(held, group=self.host_group, group_src=0)
+            dist.broadcast_object_list(answer, group=self.host_group, group_src=0)
         if failure is not None:
             raise failure
-        if held[1] is not None:
-            is_checkpoint, message = held[1]
+        if answer[1] is not None:
+            is_checkpoint, message = answer[1]
             raise (CheckpointError if is_checkpoint else RankError)(f"rank 0: {message}")
-        return held[0]  # type: ignore[no-any-return]
+        return answer[0]  # type: ignore[no-any-return]
 
     def of_all(self, value: Any) -> list[Any]:
         """Return every rank's value, plain and small, by rank."""
         if self.size == 1:
             return [value]
-        held: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with self.talking("an exchange of states"):
-            dist.all_gather_object(held, value, group=self.host_group)
-        return held
+            dist.all_gather_object(values, value, group=self.host_group)
+        return values
 
     def others_have(self, value: Callable[[], Any | None]) -> bool:
         """Whether there are other ranks, and all ranks have the same value, which is not None."""

@@ -206,7 +206,7 @@ class Reduction:
     @property
     def has_unreduced(self) -> bool:
         """Whether any gradients are not reduced over all ranks yet."""
-        return any(unit.total.collected is not None or unit.total.held is not None for unit in self._units)
+        return any(unit.total.collected is not None or unit.total.pending_sum is not None for unit in self._units)
 
     def unreduced(self) -> Iterator[tuple[Unit, set[int]]]:
         """Yield the parameters with gradients that are not reduced yet, by unit."""
@@ -282,7 +282,7 @@ class Reduction:
                 dropped, total.collected = total.collected, None
                 self._scratch.give(dropped.loan)
             if total.partial is not None:
-                total.partial.held = False
+                total.partial.is_pending = False
         # Do not wait for these, because other ranks may never answer. A collective that still writes keeps its memory.
         self._scattering = self._averaging = None
 
@@ -292,7 +292,7 @@ class Reduction:
         Args:
             of_all: return its sum over the ranks, which all call this; if False, this rank's gradient.
         """
-        place, collected, partial = unit.layout.params[index], unit.total.collected, unit.total.held
+        place, collected, partial = unit.layout.params[index], unit.total.collected, unit.total.pending_sum
         mine = None
         if collected is not None and index in collected.present:
             mine = collected.loan.tensor[place.offset : place.offset + place.numel]
@@ -357,7 +357,7 @@ class Reduction:
         count = len(self._units)
         left = torch.zeros(count, dtype=torch.uint8, device="cpu")
         for unit in self._units:
-            if unit.total.collected is not None or (self._last and unit.total.held is not None):
+            if unit.total.collected is not None or (self._last and unit.total.pending_sum is not None):
                 left[unit.index] = 1
         present = self._no_flags()[:0]
         if self.flags_late:
@@ -419,11 +419,11 @@ class Reduction:
             whole = self._scratch.take(numel, dtype)
             whole.tensor.copy_(collected.loan.tensor)
             self._scratch.give(collected.loan)
-        partial = total.partial if stays else total.held
+        partial = total.partial if stays else total.pending_sum
         if partial is not None and stays:
-            partial.hold(indices)
+            partial.announce(indices)
         elif partial is not None:
-            partial.held = False  # this reduction completes it
+            partial.is_pending = False  # this reduction completes it
         own = None
         if sharding.count == 1:
             sums = self.groups.replicas.all_reduce(whole.tensor, layout.name)

@@ -51,7 +51,7 @@ class Sizing:
         rules: the placement of fields.
         on_device: units whose states and gradients are on the device.
         specs: flat parameter tensor of each unit.
-        grad_dtype: dtype in which gradients are held.
+        grad_dtype: dtype in which gradients wait for their update.
         communication_dtype: dtype in which they are exchanged between ranks.
         tile_numel: elements of a full tile of optimizer states.
         layer_major: all micro-batches of a step go through a block together.
@@ -284,7 +284,7 @@ def size_up(
             'nn.ModuleList or nn.Sequential, or named by _no_split_modules): set tiering.accumulation to "micro_batch"'
         )
     on_device = _on_device(partition, rules.states.share_on_device)
-    grad_dtype = _DTYPES[config.grad_accum_dtype] if accumulates else _held_dtype(config, rules)
+    grad_dtype = _DTYPES[config.grad_accum_dtype] if accumulates else _pass_dtype(config, rules)
     budget_bytes = min(device_bytes, config.tiering.device_memory_bytes or device_bytes)
     free_bytes = budget_bytes - dtype.itemsize * sum(unit.numel for unit in partition.units)
     numels = [unit.trainable_numel for unit in partition.units]
@@ -326,7 +326,7 @@ def first_to_go(partition: Partition) -> list[int]:
     return [unit.index for unit in partition.units if unit.index == 0 or unit.name == PERSISTENT]
 
 
-def _held_dtype(config: Config, rules: Rules) -> torch.dtype:
+def _pass_dtype(config: Config, rules: Rules) -> torch.dtype:
     """Return the dtype of one pass's gradients: the model's, unless the ranks' sum is more precise."""
     made, summed = compute_dtype(config), _DTYPES[config.communication_data_type]
     return summed if rules.grads.reduces and summed.itemsize > made.itemsize else made

@@ -229,12 +229,12 @@ class Speculation:
             grads: reconstruct the gradients, if they were not kept; if False, drop them.
             param: reconstruct the parameters, if they were not kept.
         """
-        held, ahead = row.grads, row.ahead
+        stored, ahead = row.grads, row.ahead
         assert ahead is not None
         param = param and ahead.old_params is OldParams.STATES
-        if held.needs_reconstruction and not grads:
-            self._grads.drop(held)
-        grads = held.needs_reconstruction
+        if stored.needs_reconstruction and not grads:
+            self._grads.drop(stored)
+        grads = stored.needs_reconstruction
         if not grads and not param:
             return
         with self._critical:
@@ -242,7 +242,7 @@ class Speculation:
             with self._changing(row) if param else nullcontext() as flat:
                 self._pipeline.reconstruct(ahead.ticket, grad=buffer, param=flat)
             if grads:
-                self._grads.pause(held)
+                self._grads.pause(stored)
                 self._in_flight.gradients_returned = True
 
     def _room_for_grads(self, row: Unit, free_gradients: FreeGradients) -> torch.Tensor:

@@ -247,7 +247,7 @@ class Step(Listener):
         """
         self.check()
         self._check_not_gathered(what)
-        if self.gradients.held() or self.updates.under_way:
+        if self.gradients.any_pending() or self.updates.under_way:
             raise InfinityError(
                 f"{what} in the middle of a step: call it after the step() that updates the parameters, or drop the "
                 "gradients first (engine.zero_grad())"
@@ -308,7 +308,7 @@ class Step(Listener):
     @property
     def _is_alone_without_gradients(self) -> bool:
         """Whether there are no other ranks and no gradients of the step, so that states may move."""
-        return self.gradients.alone and not self.gradients.held()
+        return self.gradients.alone and not self.gradients.any_pending()
 
     def begin(self) -> None:
         self.check()

@@ -180,15 +180,15 @@ class UnitTotal:
         return self.step
 
     @property
-    def held(self) -> PartialSum | None:
+    def pending_sum(self) -> PartialSum | None:
         """The group's sum that is not added over the replicas yet; None if there is none."""
-        return self.partial if self.partial is not None and self.partial.held else None
+        return self.partial if self.partial is not None and self.partial.is_pending else None
 
     @property
     def unreduced(self) -> set[int]:
         """Parameters with a gradient on this rank that is not reduced over all ranks yet."""
         here = set() if self.collected is None else self.collected.present
-        return here if self.held is None else here | self.held.present
+        return here if self.pending_sum is None else here | self.pending_sum.present
 
 
 class Shared:

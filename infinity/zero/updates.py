@@ -303,7 +303,7 @@ class Updates:
         unit.grads_store.pause(unit.grads)
         self._executor.gradients_pause(unit)
 
-    def held_values(self, unit: Unit) -> torch.Tensor:
+    def local_values(self, unit: Unit) -> torch.Tensor:
         """Return the unit's gradients, to read or to change (`remeasure` follows).
 
         Raises:
@@ -318,7 +318,7 @@ class Updates:
 
     def remeasure(self, unit: Unit) -> None:
         """Measure gradients again that were changed from outside."""
-        self.held_values(unit)
+        self.local_values(unit)
         self._gradients.remeasure(unit)
         self.pause(unit)
 

@@ -370,7 +370,7 @@ def unfreeze(run: Run) -> None:
 def unfreeze_late(run: Run) -> None:
     """What was frozen at `initialize`, between two steps: elsewhere the engine's next call is refused."""
     step = run.engine._step
-    within = step.gradients.held() or step.updates.under_way or run.engine.awaits_backward
+    within = step.gradients.any_pending() or step.updates.under_way or run.engine.awaits_backward
     if not within and run.torch.micro_steps % run.case.accumulation == 0:
         run.engine.module.blocks[1].requires_grad_(True)
         run.torch.model.blocks[1].requires_grad_(True)

@@ -261,7 +261,7 @@ def _gradient(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | Non
         return None
     engine, place = owner
     waits = engine.gradients_wait(what)
-    flat = engine.waiting_gradient(place) if waits else engine.held_gradients(place, what)
+    flat = engine.waiting_gradient(place) if waits else engine.local_gradients(place, what)
     if flat is None:
         return None
     found, scale = _Found(engine, engine.begin_gathering(what, stores=False), place), engine.optimizer.loss_scaler.value
@@ -278,13 +278,13 @@ def _set_gradient(param: nn.Parameter, what: str, take: Callable[[_Found], torch
     if owner is None:
         return
     engine, place = owner
-    held = engine.held_gradients(place, what)
-    if held is None:
+    gradients = engine.local_gradients(place, what)
+    if gradients is None:
         raise InfinityError(f"{what}: the parameter has no gradient; call it between backward and step()")
     found = _Found(engine, engine.begin_gathering(what, stores=False), place)
     values = take(found)
     for part in found.parts:
-        held[part.shard] = (values[part.param] * engine.optimizer.loss_scaler.value).to(held.dtype)
+        gradients[part.shard] = (values[part.param] * engine.optimizer.loss_scaler.value).to(gradients.dtype)
     engine.gradients_changed(place)
 
 
