@@ -372,7 +372,7 @@ def undo_room(engine: infinity.Engine) -> float:
             continue
         tiles = runtime.states.units[row.index].tiles
         undo_bytes = sum(tile.nbytes for tile in tiles if tile.is_in_memory_alone)
-        if row.params.can_put_back() and (undo_bytes or not row.is_reconstructable):
+        if row.params.is_in_memory_alone() and (undo_bytes or not row.is_reconstructable):
             undo_bytes += sum(tile.numel for tile in tiles) * row.params.spec.dtype.itemsize
         numel = runtime.partition.units[row.index].trainable_numel
         logged += numel if undo_bytes else 0

@@ -35,7 +35,7 @@ WORDS = {
     "rules",
     "waits_for_updates",
     "shards_params",
-    "site",
+    "update_memory",
     "spills_gradients",
     "stage",
     "states_on_nvme",

@@ -102,7 +102,7 @@ def planned_of(plan: TrainingPlan, config: Configuration, later: Collection[int]
         images=_images(plan, sum(unit.tiles for unit in units if unit.grads)),
         ahead_bytes=sizing.ahead_bytes,
         # Of shards, where the simulation moves whole units.
-        staging_bytes=0 if rules.site is Memory.DEVICE else sizing.params.staging * rules.sharding.count,
+        staging_bytes=0 if rules.update_memory is Memory.DEVICE else sizing.params.staging * rules.sharding.count,
         gathers=gathers,
         ring=LEAST_SLOTS,
         saved=_SAVED if rules.activations_bytes else 0,
@@ -213,7 +213,7 @@ def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: in
         yield f"modules around others ({', '.join(around)}) are simulated as used before these, and not meanwhile"
     if sizing.shards.standing:
         yield "gradients of small parameters that stay are simulated to come with each use of one of them"
-    if sizing.keeps_steps and in_memory and rules.site is Memory.HOST:
+    if sizing.keeps_steps and in_memory and rules.update_memory is Memory.HOST:
         yield f"{in_memory} units that live in host memory are simulated as if they lived on the drives"
     if rules.params.pass_host:
         yield "reads past the host are simulated as reads through host memory"

@@ -133,7 +133,7 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     most += min(sum(twice[3:]), rules.params.ahead_numel * specs[0].dtype.itemsize)
     together = _together_bytes(moving)
     computed = Share(staying + shards, together, max(together, most))
-    if rules.site is Memory.DEVICE:
+    if rules.update_memory is Memory.DEVICE:
         return ParamBytes(computed, Share(), 0)
     # Units that are updated on the device pass through host memory when they are created or read.
     units = 1 if rules.states.home is Memory.DEVICE else _STAGING_UNITS

@@ -116,7 +116,7 @@ class Rules:
     Attributes:
         sharding: this rank's slice of a unit's states, gradients, and shards of parameters.
         replicas: number of ranks with the same slice.
-        site: the memory in which the optimizer updates parameters: HOST for a separate shard, DEVICE for the
+        update_memory: the memory in which the optimizer updates parameters: HOST for a separate shard, DEVICE for the
             tensor that the model computes on.
         one_memory: whether device and host are one memory, for which the host's budget pays.
         stage: ZeRO stage; 0 with one rank.
@@ -131,7 +131,7 @@ class Rules:
     states: StateRules
     sharding: Sharding
     replicas: int
-    site: Memory
+    update_memory: Memory
     one_memory: bool
     stage: int
     waits_for_updates: bool
@@ -279,7 +279,7 @@ def rules_of(
         ),
         sharding=sharding,
         replicas=ranks // sharing,
-        site=Memory.HOST if separate else Memory.DEVICE,
+        update_memory=Memory.HOST if separate else Memory.DEVICE,
         one_memory=not discrete,
         stage=stage if ranks > 1 else 0,
         # At these stages, training loops read and write parameters between steps, as in torch.

@@ -289,9 +289,9 @@ class Scheduler:
     def _write_and_next_use(self, row: UnitState) -> tuple[bool, int]:
         """Return whether the unit's update is written home, and the position of the unit's next use in the plan."""
         needed = _NOW if self.cycle.is_leaving(row.index) else self.cycle.first_use(row.index)
-        return self.cycle.leaves_memory(row.index) or self.is_written(row), needed
+        return self.cycle.leaves_memory(row.index) or self.writes_updates(row), needed
 
-    def is_written(self, row: UnitState) -> bool:
+    def writes_updates(self, row: UnitState) -> bool:
         """Whether each update of the unit is written: for crash consistency, or because a rollback needs the old
         version."""
         return self._writes_all or (self._writes_unreconstructable and not row.is_reconstructable)

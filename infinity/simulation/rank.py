@@ -100,7 +100,7 @@ class Rank(Performer):
             moving_bytes = row.nbytes if row.offloaded else 0
             spec: Any = SimpleNamespace(name=row.name, nbytes=row.nbytes, moving_bytes=moving_bytes, pieces=())
             copy = SimpleNamespace(pin=partial(self._pin, row), unpin=partial(self._unpin, row))
-            row.params = SimpleNamespace(spec=spec, computed_on=copy, tensor=row)
+            row.params = SimpleNamespace(spec=spec, compute_copy=copy, tensor=row)
             row.shared = Shared(spec) if ranks > 1 else None
         others = SimpleNamespace(all_gather=self._all_gather)
         counters = SimpleNamespace(stalled=nullcontext)
@@ -305,7 +305,7 @@ class Rank(Performer):
         self.worker.queue.prefer(begun=True)
         self._speculates = self._last and self._schedule == "speculative" and self._foresight.speculates
         if self._speculates:
-            self._begin_ahead()
+            self._begin_speculation()
         if self._speculates or (self._last and self._schedule == "backward"):
             self.worker.expect(list(dict.fromkeys(self._update_order)))
             self._update_order = []
@@ -601,7 +601,7 @@ class Rank(Performer):
 
     # Steps that stay #
 
-    def _begin_ahead(self) -> None:
+    def _begin_speculation(self) -> None:
         self._write_changed()
         if not self.config.keeps:
             self._protect()
@@ -646,7 +646,7 @@ class Rank(Performer):
     def _write_changed(self) -> None:
         for row in self.rows:
             at_rest = row.ticket is None and row.due is None and row.residency is Residency.RESIDENT
-            if row.is_written_home and at_rest and row.is_dirty and self.scheduler.is_written(row):
+            if row.is_written_home and at_rest and row.is_dirty and self.scheduler.writes_updates(row):
                 with self._resident(row):
                     self.write_home(row)
 

@@ -56,7 +56,7 @@ class Params:
 
     Attributes:
         is_double_buffered: whether units whose home is NVMe are double-buffered.
-        keeps_steps: whether every change of an update is written.
+        writes_every_update: whether every change of an update is written.
         ledger: counts device memory for units that are fetched and evicted.
         passing: units that are being fetched to the device through host memory, oldest first. The HOST copy of each is
             pinned.
@@ -78,7 +78,7 @@ class Params:
         written_through: bool = False,
         double_buffered_numel: int = 0,
     ) -> None:
-        self.keeps_steps = written_through
+        self.writes_every_update = written_through
         self.is_double_buffered = double_buffered_numel > 0
         self.critical = arena.critical
         self.passing: dict[UnitParams, None] = {}
@@ -111,30 +111,30 @@ class Params:
     def keep_pins(self, units: Collection[UnitParams]) -> None:
         """Set one pin on each of these units and no pin on all others."""
         for each in self.units:
-            each.computed_on.pins = int(each in units)
+            each.compute_copy.pins = int(each in units)
 
     # First values #
 
     def create(self, each: UnitParams) -> bool:
         """Allocate memory for a unit without values; the caller fills its `shard`. Return False without room."""
-        if each.site is Memory.DEVICE:
+        if each.update_memory is Memory.DEVICE:
             has_room = not each.spec.offloaded or self.ledger.fits(each.spec.nbytes)
         else:
             has_room = self._stage(each)
         if not has_room:
             return False
         with self.critical:
-            if each.site is Memory.DEVICE:
+            if each.update_memory is Memory.DEVICE:
                 self._allocate(each)
-            each.field.begin_write(each.site)
+            each.field.begin_write(each.update_memory)
         if self._device is None:
             each.tensor.zero_()  # padding must be zero, and the memory may hold another unit's bytes
         return True
 
     def create_done(self, each: UnitParams) -> None:
         """End `create`: write or upload the new values, and block until this is done."""
-        each.field.end_write(each.site)
-        if each.site is Memory.HOST:
+        each.field.end_write(each.update_memory)
+        if each.update_memory is Memory.HOST:
             if each.home > Memory.HOST:
                 each.order_behind(each.start_upload())
             each.write_home()
@@ -142,9 +142,9 @@ class Params:
 
     def create_failed(self, each: UnitParams) -> None:
         """End `create` after an error: free the memory again."""
-        if each.field.state(each.site) is State.WRITING:
-            each.field.fail_write(each.site)
-            if each.site is Memory.HOST:
+        if each.field.state(each.update_memory) is State.WRITING:
+            each.field.fail_write(each.update_memory)
+            if each.update_memory is Memory.HOST:
                 self._leave_host(each)
             elif each.spec.offloaded:
                 self._free(each)
@@ -168,7 +168,7 @@ class Params:
             updated: an update needs the values in host memory, so the fetch must go through it.
         """
         direct = None if self._device is None or updated or len(each.spec.pieces) > 1 else self._device.direct
-        reads = each.home < Memory.HOST and each.site is Memory.DEVICE
+        reads = each.home < Memory.HOST and each.update_memory is Memory.DEVICE
         reads_past_host = each.home is Memory.NVME and direct is not None
         if not (reads or reads_past_host or each.home is Memory.SHARD or self._stage(each)):
             return
@@ -180,7 +180,7 @@ class Params:
                 assert direct is not None
                 each.read_past_host(direct)
             elif each.home is Memory.SHARD:
-                self._put_in_place(each)
+                self._fetch_from_shard(each)
             else:
                 if each.field.state(Memory.HOST) is State.ABSENT:
                     each.read(Memory.HOST, priority)
@@ -188,12 +188,12 @@ class Params:
                 each.field.copies[Memory.HOST].pin()
                 each.field.expect(Memory.DEVICE)
 
-    def _put_in_place(self, each: UnitParams) -> None:
+    def _fetch_from_shard(self, each: UnitParams) -> None:
         """Copy the SHARD to allocated memory. If an interrupt cuts this short, roll the hand-over back."""
         try:
-            each.put_in_place()
+            each.copy_shard_to_tensor()
         except BaseException:
-            if each.computed_on.state is State.ABSENT:  # nothing but the compute stream has the memory
+            if each.compute_copy.state is State.ABSENT:  # nothing but the compute stream has the memory
                 self._free(each)
                 self.critical.note_rollback()
             raise
@@ -221,7 +221,7 @@ class Params:
             each.order_behind(upload)
             self._end_fetch(each)
         elif each.home is Memory.SHARD:
-            each.await_put()
+            each.await_shard_copy()
         else:
             self._finish(each, Memory.DEVICE)
         if each.field.state(Memory.DEVICE) is not State.VALID:
@@ -259,7 +259,7 @@ class Params:
         assert each.spec.offloaded
         with self.critical:
             if not each.field.drop(Memory.DEVICE):  # an exception interrupted a read access
-                for move in list(each.computed_on.moves):
+                for move in list(each.compute_copy.moves):
                     move.wait(self._counters)
                 each.field.gone(Memory.DEVICE)
             self._free(each)
@@ -271,19 +271,19 @@ class Params:
 
         The unit must be FETCHING or RESIDENT. It is pinned until `close_host`.
         """
-        if each.site is Memory.HOST:
+        if each.update_memory is Memory.HOST:
             if not self._stage(each):
                 return False
             if each.field.state(Memory.HOST) is State.ABSENT:
                 self._finish(each, each.device_copy)  # a read directly from NVMe to the device may be in flight
                 each.download()
             each.field.copies[Memory.HOST].pin()
-        each.computed_on.pin()
+        each.compute_copy.pin()
         return True
 
     def host_wait(self, each: UnitParams) -> None:
         """Block until `shard` has the values."""
-        self._finish(each, each.site)
+        self._finish(each, each.update_memory)
 
     def end_pass(self) -> None:
         """End the backward pass. From now on, other code than updates may change units."""
@@ -301,8 +301,8 @@ class Params:
                 f"unit `{each.spec.name}` is read in place from {each.spec.runs[0].file.path.parent}, which is never "
                 "written: to change frozen parameters, read them with in_place=False"
             )
-        each.sent = 0
-        return each.field.begin_write(each.site)
+        each.uploaded = 0
+        return each.field.begin_write(each.update_memory)
 
     def begin_update(self, each: UnitParams) -> tuple[Move, ...]:
         """Like `begin_change`, for an update: from now on the device must not use the old values."""
@@ -316,18 +316,18 @@ class Params:
         Args:
             changed: if False, nothing was written, and nothing needs to be uploaded.
         """
-        if each.field.state(each.site) is not State.WRITING:
+        if each.field.state(each.update_memory) is not State.WRITING:
             return
         with self.critical:
-            each.field.end_write(each.site, changed=changed)
+            each.field.end_write(each.update_memory, changed=changed)
             if not changed:
                 return
             if each.home is Memory.SHARD:
-                self._send_home(each)
-            elif each.site is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
-                self._send_up(each)
+                self._upload_to_shard(each)
+            elif each.update_memory is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
+                self._upload_newest(each)
 
-    def _send_up(self, each: UnitParams) -> None:
+    def _upload_newest(self, each: UnitParams) -> None:
         """Upload the newest values from host memory; the device has older ones, or they are arriving."""
         older = each.field.arriving(Memory.DEVICE)
         if older is None and each in self.passing:
@@ -338,19 +338,19 @@ class Params:
         if each in self.passing:
             self._end_fetch(each)
 
-    def _send_home(self, each: UnitParams) -> None:
+    def _upload_to_shard(self, each: UnitParams) -> None:
         """Upload the newest values from host memory to the unit's SHARD."""
         for move in list(each.field.copies[Memory.SHARD].moves):
             each.wait(move)
         each.order_behind(each.start_upload())
-        self._follow(each)
+        self._update_tensor(each)
 
-    def _follow(self, each: UnitParams) -> None:
+    def _update_tensor(self, each: UnitParams) -> None:
         """Copy a changed SHARD to its place in the unit's tensor, if the unit is on the device."""
         if each.field.state(Memory.DEVICE) is not State.ABSENT:
-            each.await_put()
-            each.put_in_place()
-            each.await_put()
+            each.await_shard_copy()
+            each.copy_shard_to_tensor()
+            each.await_shard_copy()
 
     def begin_device_change(self, each: UnitParams) -> torch.Tensor:
         """Begin a change in compute-stream order. Return the trainable part of this rank's shard on the device.
@@ -368,24 +368,24 @@ class Params:
         """End the change; its work is queued, so that all later work of the compute stream runs behind it."""
         each.field.end_write(each.device_copy, in_order=True)
         if each.home is Memory.SHARD:
-            self._follow(each)
+            self._update_tensor(each)
 
     def close_host(self, each: UnitParams, *, changed: bool = True) -> None:
         """End `open_host`: the values may leave host memory. See `end_change`."""
         self.end_change(each, changed=changed)
-        if each.site is Memory.HOST:
+        if each.update_memory is Memory.HOST:
             each.field.copies[Memory.HOST].unpin()
             self._leave_host(each)
-        each.computed_on.unpin()
+        each.compute_copy.unpin()
 
     # Rollback #
 
-    def begin_ahead(self) -> None:
+    def begin_speculation(self) -> None:
         """Start a rollback epoch: later writes go to the other slot on NVMe and leave the current version intact.
 
         Does nothing with `crash_consistent`, where commits start the epochs.
         """
-        if not self.keeps_steps:
+        if not self.writes_every_update:
             self._swap.slots.next_epoch()
 
     def roll_back(self, each: UnitParams) -> None:

@@ -164,18 +164,18 @@ class UnitParams:
 
     Attributes:
         home: the memory with the newest value while the unit is not on the device; DEVICE if it always is.
-        site: the memory in which the unit is changed, except by updates on a device.
+        update_memory: the memory in which the unit is changed, except by updates on a device.
         device_copy: the copy on the device, DEVICE or SHARD, that is uploaded, downloaded, and changed by updates on
             the device.
-        written: whether there is an NVME copy, which is written whenever the unit changes.
+        has_nvme_copy: whether there is an NVME copy, which is written whenever the unit changes.
         lease: of the HOST copy.
         tensor: flat, on the compute device, see [Note: stable storage].
         device_shard: this rank's shard, if the home is SHARD.
-        computed_on: the copy on the compute device; while it is pinned, the unit is not evicted.
+        compute_copy: the copy on the compute device; while it is pinned, the unit is not evicted.
         update_upload: the upload of updated values, as long as the compute stream is not ordered behind it.
         upload_after: a mark in the compute stream: work queued after it does not touch the memory that the next upload
             fills, see [Note: uploads]. None if unknown.
-        sent: elements of the shard that are uploaded or on their way, while later elements are still being changed.
+        uploaded: elements of the shard that are uploaded or on their way, while later elements are still being changed.
         download_after: a mark in the compute stream: the values can be downloaded once it has passed, see
             [Note: downloads]. None if unknown.
     """
@@ -192,19 +192,19 @@ class UnitParams:
         self.index = index
         self.spec = spec
         self.home = home
-        self.site = Memory.DEVICE if carriers.device is None else Memory.HOST
+        self.update_memory = Memory.DEVICE if carriers.device is None else Memory.HOST
         self.device_copy = Memory.SHARD if home is Memory.SHARD else Memory.DEVICE
-        self.written = extent is not None and home is not Memory.FILE
+        self.has_nvme_copy = extent is not None and home is not Memory.FILE
         self.lease = lease
         self.upload_after: Transfer | None = None
-        self.sent = 0
+        self.uploaded = 0
         self.download_after: Transfer | None = None
         self._extent = extent
         self._carriers = carriers
         self._counters = carriers.counters
-        memories = {Memory.DEVICE, home, self.site} | ({Memory.NVME} if self.written else set())
+        memories = {Memory.DEVICE, home, self.update_memory} | ({Memory.NVME} if self.has_nvme_copy else set())
         self.field = Field(f"unit {spec.name}", memories)
-        self.computed_on = self.field.copies[Memory.DEVICE]
+        self.compute_copy = self.field.copies[Memory.DEVICE]
         self.update_upload: Move | None = None
         device = _CPU if carriers.device is None else carriers.device.link.device
         self.buffer = stable_memory(spec.nbytes, device, carriers.spare)
@@ -234,9 +234,9 @@ class UnitParams:
     @property
     def residency(self) -> Residency:
         """Whether the unit is in the memory that the model computes in."""
-        return Residency.RESIDENT if self.update_upload is not None else _RESIDENCY[self.computed_on.state]
+        return Residency.RESIDENT if self.update_upload is not None else _RESIDENCY[self.compute_copy.state]
 
-    def is_at_hand(self) -> bool:
+    def can_update(self) -> bool:
         """Whether an update of the unit may begin: the unit is in the memory that updates change, or being fetched."""
         return self.home is Memory.SHARD or self.residency is not Residency.STORED
 
@@ -244,9 +244,9 @@ class UnitParams:
         """Whether the home does not have the newest values."""
         return not self.field.is_newest(self.home)
 
-    def is_unwritten(self) -> bool:
+    def is_nvme_stale(self) -> bool:
         """Whether the NVME copy that the unit should have is not the newest."""
-        return self.written and self.field.version > 0 and not self.field.is_newest(Memory.NVME)
+        return self.has_nvme_copy and self.field.version > 0 and not self.field.is_newest(Memory.NVME)
 
     def is_stored(self) -> bool:
         """Whether the unit has a value, and its home has the newest one."""
@@ -285,7 +285,7 @@ class UnitParams:
     def read(self, target: Memory, priority: Priority) -> Move:
         """Start reading the shard from its NVME or FILE copy."""
         read = self._read_at(self.span(target), 0, priority)
-        source = Memory.NVME if self.written else Memory.FILE
+        source = Memory.NVME if self.has_nvme_copy else Memory.FILE
         return self.field.begin_move(source, target, read, StallCause.DISK_READ)
 
     def read_past_host(self, direct: DeviceReads) -> None:
@@ -302,32 +302,34 @@ class UnitParams:
         spec = self.spec
         part = self._carriers.files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
         self._counted(
-            self._carriers.files.read(part, self.span(self.site), priority=Priority.DEMAND), part.nbytes
+            self._carriers.files.read(part, self.span(self.update_memory), priority=Priority.DEMAND), part.nbytes
         ).result()
 
     def write(self, start: int, numel: int) -> IoFuture | None:
         """Start writing a range of `shard` to the NVME copy. Return None if the unit has none."""
-        if not self.written:
+        if not self.has_nvme_copy:
             return None
         assert self._extent is not None
-        span = self.span(self.site, start, numel)
+        span = self.span(self.update_memory, start, numel)
         write = self._carriers.swap.write(self._extent, span, start * self.spec.dtype.itemsize)
         self._counters.moved("nvme_write", span.nbytes, write, self.index, "parameters")
         return write
 
     def write_through(self, writes: Transfer) -> Move | None:
         """Start the move of a change in progress that is written tile by tile. Return None without an NVME copy."""
-        if not self.written:
+        if not self.has_nvme_copy:
             return None
-        return self.field.begin_move(self.site, Memory.NVME, writes, StallCause.DISK_WRITE, at=self.field.version + 1)
+        return self.field.begin_move(
+            self.update_memory, Memory.NVME, writes, StallCause.DISK_WRITE, at=self.field.version + 1
+        )
 
     def write_home(self) -> None:
         """Write the newest values to the NVME copy, if the unit has one, and block until they are written."""
-        begun = self.field.arriving(Memory.NVME) if self.written else None
+        begun = self.field.arriving(Memory.NVME) if self.has_nvme_copy else None
         if begun is not None:  # an interrupt has ended the wait for it
             self.wait(begun)
-        if self.is_unwritten() and (write := self.write(0, self.spec.shard_numel)) is not None:
-            self.wait(self.field.begin_move(self.site, Memory.NVME, write, StallCause.DISK_WRITE))
+        if self.is_nvme_stale() and (write := self.write(0, self.spec.shard_numel)) is not None:
+            self.wait(self.field.begin_move(self.update_memory, Memory.NVME, write, StallCause.DISK_WRITE))
 
     def frozen_reader(self) -> FrozenReader | None:
         """Return a function with which any thread can read frozen values during training; None if this is not possible.
@@ -338,7 +340,7 @@ class UnitParams:
             A function of the shard's first element, the number of elements, and memory to read into, with room for
             these elements and three blocks more. It returns the values.
         """
-        if self.home is Memory.HOST or (self.home is Memory.DEVICE and self.site is Memory.DEVICE):
+        if self.home is Memory.HOST or (self.home is Memory.DEVICE and self.update_memory is Memory.DEVICE):
             return lambda start, numel, _: self.shard[start : start + numel]
         on_drive = isinstance(self._extent, Extent) and self.home < Memory.HOST and self.is_stored()
         if not on_drive or (self.home is Memory.NVME and self._carriers.swap.verifies):
@@ -367,7 +369,7 @@ class UnitParams:
         keeps = isinstance(self._extent, SlotExtent) and self._carriers.swap.slots.keeps(self._extent)
         return keeps and self.home is not Memory.DEVICE and self.field.is_newest(Memory.NVME)
 
-    def can_put_back(self) -> bool:
+    def is_in_memory_alone(self) -> bool:
         """Whether the values can be changed at any time without reading or writing a file."""
         return self._extent is None and self.home in (Memory.HOST, Memory.DEVICE)
 
@@ -386,7 +388,7 @@ class UnitParams:
             StorageError: they cannot be read.
         """
         assert isinstance(self._extent, SlotExtent)
-        parts = self._extent.parts(self._extent.found, self.span(self.site), 0)
+        parts = self._extent.parts(self._extent.found, self.span(self.update_memory), 0)
         self._counted(self._carriers.swap.read_parts(parts, Priority.DEMAND), self.spec.shard_nbytes).result()
 
     # A compute memory apart from that of updates #
@@ -403,15 +405,15 @@ class UnitParams:
         trained = self.spec.trainable_numel // self.spec.sharding.count
         return flat.narrow(0, pieces[0].whole, trained)
 
-    def put_in_place(self) -> None:
+    def copy_shard_to_tensor(self) -> None:
         """Copy the SHARD to its place in the tensor, in compute-stream order."""
         self.download_after = None
         for here, there in _runs(self.device_shard, self.tensor, self.spec.pieces):
             there.copy_(here)
         self.field.begin_move(Memory.SHARD, Memory.DEVICE, self.device.link.mark(), StallCause.HOST_LINK)
 
-    def await_put(self) -> None:
-        """Order all later work of the compute stream behind `put_in_place`, if it was called."""
+    def await_shard_copy(self) -> None:
+        """Order all later work of the compute stream behind `copy_shard_to_tensor`, if it was called."""
         put = self.field.arriving(Memory.DEVICE)
         if put is not None:
             self.order_behind(put)
@@ -419,30 +421,30 @@ class UnitParams:
     def start_upload(self) -> Move:
         """Start uploading the parts of the HOST copy that were not sent yet."""
         token = self.upload(self.spec.shard_numel)
-        self.upload_after, self.sent = None, 0
+        self.upload_after, self.uploaded = None, 0
         return self.field.begin_move(Memory.HOST, self.device_copy, token, StallCause.HOST_LINK)
 
     def upload(self, stop: int) -> Transfer:
         """Start copying the elements of the shard before `stop` that were not sent yet."""
         after = None if self.device_copy is Memory.SHARD else self.upload_after  # the mark refers to the tensor
         # All copies are on one stream: the last token covers all of them.
-        for here, there in _runs(self.shard, *self._device_flat(), self.sent, stop):
+        for here, there in _runs(self.shard, *self._device_flat(), self.uploaded, stop):
             with self._counters.stalled(StallCause.HOST_LINK):
                 token = self.device.link.upload(there, here, after)
             self.download_after = None
             self._counters.moved("host_to_device", here.nbytes, token, self.index, "parameters")
-        self.sent = stop
+        self.uploaded = stop
         return token
 
-    def can_send_parts(self) -> bool:
-        """Whether changed elements can be uploaded while the HOST copy is still being changed, see `send_part`."""
+    def can_upload_parts(self) -> bool:
+        """Whether changed elements can be uploaded while the HOST copy is still being changed, see `upload_part`."""
         changing = self._carriers.device is not None and self.field.state(Memory.HOST) is State.WRITING
         # The copy on the device is stale since the update began. No code reads it, so it may mix old and new values.
         return changing and self.field.state(Memory.DEVICE) is State.VALID
 
-    def send_part(self, stop: int) -> None:
+    def upload_part(self, stop: int) -> None:
         """Upload changed elements before `stop` if they are worth a copy; `end_change` sends the others."""
-        if (stop - self.sent) * self.spec.dtype.itemsize >= _PART_BYTES:
+        if (stop - self.uploaded) * self.spec.dtype.itemsize >= _PART_BYTES:
             self.upload(stop)
 
     def download(self) -> None:

@@ -515,7 +515,7 @@ def _room_for_images(plan: _Plan, undo: ExitStack) -> UndoLog | None:
 
 def _apart(plan: _Plan, arena: Arena) -> Device | None:
     """Return the path between parameters' homes and the compute device; None if both are one memory."""
-    if plan.sizing.rules.site is Memory.DEVICE:
+    if plan.sizing.rules.update_memory is Memory.DEVICE:
         return None
     direct = _open_direct(plan.link) if plan.sizing.rules.params.pass_host else None
     staging_bytes = plan.split.homes_bytes - plan.placement.host_homes_bytes(plan.sizing.specs)

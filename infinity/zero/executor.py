@@ -92,7 +92,7 @@ class Executor:
             advice,
             len(grads.slots),
             grads.leased,
-            writes_all=params.keeps_steps,
+            writes_all=params.writes_every_update,
             writes_unreconstructable=params.is_double_buffered,
         )
         self.step_is_over = True
@@ -109,7 +109,7 @@ class Executor:
         if self.gathering.ahead:
             self.gathering.make_way(rows)
         for row in rows:
-            row.params.computed_on.pin()  # pin all first: the fetch of one must not evict another
+            row.params.compute_copy.pin()  # pin all first: the fetch of one must not evict another
         entered: list[Unit] = []
         try:
             for row in rows:
@@ -123,7 +123,7 @@ class Executor:
             if isinstance(error, StorageError):
                 self._params.critical.mark_interrupted()  # an update may have failed, and nothing runs it again
             for row in rows:
-                row.params.computed_on.unpin()
+                row.params.compute_copy.unpin()
             self._end_uses(entered)
             raise
 
@@ -153,18 +153,18 @@ class Executor:
         """Start to gather the units that are used next, in their order."""
         while (row := self.gathering.next_to_gather([self.units[unit] for unit in self.cycle.upcoming])) is not None:
             self.roll_back(row)
-            row.params.computed_on.pin()
+            row.params.compute_copy.pin()
             try:
                 self._do(actions.ParametersNeeded(row))
                 self.gathering.look_ahead(row)
             except BaseException:
-                row.params.computed_on.unpin()
+                row.params.compute_copy.unpin()
                 raise
 
     def leave(self, rows: Sequence[Unit]) -> None:
         """Allow eviction of the units again."""
         for row in rows:
-            row.params.computed_on.unpin()
+            row.params.compute_copy.unpin()
         if self.gathering.shares:
             self._end_uses(rows)
         self.poll()
@@ -177,7 +177,7 @@ class Executor:
 
     def _fetch(self, row: Unit, action: actions.Fetch) -> None:
         priority = Priority.DEMAND if action.urgent else Priority.PREFETCH
-        self._params.fetch_start(row.params, priority, updated=row.due is not None)
+        self._params.fetch_start(row.params, priority, for_update=row.due is not None)
 
     def _await_fetch(self, row: Unit) -> None:
         if row.residency is Residency.FETCHING:
@@ -256,15 +256,15 @@ class Executor:
         self.in_flight.add_due(row, segments)
         self.gathering.changed(row)
         row.views.mark_stale(indices)
-        if row.params.is_at_hand():
+        if row.params.can_update():
             self._do(actions.UpdateDue(row))
 
     # Speculative updates, see [Note: updates ahead] in speculation.py #
 
-    def begin_ahead(self) -> None:
+    def begin_speculation(self) -> None:
         """From now on, write parameters to the other slot on NVMe, so that the current version of each unit stays."""
         self.write_changed()
-        self._params.begin_ahead()
+        self._params.begin_speculation()
 
     def speculate(self, row: Unit, segments: tuple[Segment, ...], *, may_drop_grads: bool) -> bool:
         """Submit a speculative update of the tiles that can be rolled back. Return False if there are none.
@@ -402,11 +402,11 @@ class Executor:
     def _start_pending(self) -> None:
         """Submit every due update, and fetch its unit for that."""
         for row in self.in_flight.due:
-            row.params.computed_on.pin()
+            row.params.compute_copy.pin()
             try:
                 self._do(actions.ParametersNeeded(row))
             finally:
-                row.params.computed_on.unpin()
+                row.params.compute_copy.unpin()
 
     def compute_all(self) -> None:
         """Block until every pending update is computed. Writes of new values to their home may still be running."""
@@ -417,7 +417,7 @@ class Executor:
     def write_changed(self) -> None:
         """Write units that were modified outside of the optimizer to NVMe, where updates expect the newest values."""
         for row in self.units:
-            if row.params.is_unwritten() and self._scheduler.is_written(row) and row.ticket is None:
+            if row.params.is_nvme_stale() and self._scheduler.writes_updates(row) and row.ticket is None:
                 with self.resident(row):
                     row.params.write_home()
 
@@ -466,7 +466,7 @@ class Executor:
         """
         self.roll_back(row)
         self.gathering.drop_ahead()  # the model's pass may be running
-        row.params.computed_on.pin()
+        row.params.compute_copy.pin()
         try:
             self._do(actions.ParametersNeeded(row))
             self.gathering.gather(row)
@@ -474,7 +474,7 @@ class Executor:
             yield row.params.tensor
         finally:
             self.gathering.reshard(row)
-            row.params.computed_on.unpin()
+            row.params.compute_copy.unpin()
             self._hide_if_evictable(row)
 
     @contextmanager
@@ -482,13 +482,13 @@ class Executor:
         """Yield this rank's shard of the unit in host memory, up to date and read only, while the context lasts."""
         self.roll_back(row)
         row.views.check()  # values that `param.data = values` has set
-        row.params.computed_on.pin()
+        row.params.compute_copy.pin()
         try:
             self._do(actions.ParametersNeeded(row))
             with self._in_host_memory(row):
                 yield row.params.shard
         finally:
-            row.params.computed_on.unpin()
+            row.params.compute_copy.unpin()
             self._hide_if_evictable(row)
 
     @contextmanager
@@ -517,7 +517,7 @@ class Executor:
             StorageError: values cannot be read; some have been replaced by then.
         """
         for row in self.units:
-            if row.params.written:  # units that are read from the user's files have no values on NVMe
+            if row.params.has_nvme_copy:  # units that are read from the user's files have no values on NVMe
                 with self.changing(row):
                     row.params.read_found()
         self._pipeline.take_over()
@@ -550,7 +550,7 @@ class Executor:
         params = row.params
         while not self._params.create(params):
             self._do(actions.RoomNeeded(row))
-        params.computed_on.pin()
+        params.compute_copy.pin()
         try:
             yield params.shard
             self._params.create_done(params)
@@ -558,7 +558,7 @@ class Executor:
             self._params.create_failed(params)
             raise
         finally:
-            params.computed_on.unpin()
+            params.compute_copy.unpin()
         if params.residency is Residency.RESIDENT:
             self._do(actions.ParametersMade(row))
         self.refresh(row)

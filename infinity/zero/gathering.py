@@ -120,7 +120,7 @@ class Gathering:
             return
         self._in_use_bytes -= shared.moving_bytes
         if expected == row.index and row not in self.ahead and shared.is_whole and shared.moving_bytes:
-            row.params.computed_on.pin()
+            row.params.compute_copy.pin()
             self.ahead = {row: None, **self.ahead}
         elif row not in self.ahead:
             self.reshard(row)
@@ -236,7 +236,7 @@ class Gathering:
         try:
             self._wait(row.shared)
         finally:
-            row.params.computed_on.unpin()
+            row.params.compute_copy.unpin()
 
     def _start(self, row: Unit, shared: Shared) -> None:
         spec, whole = row.params.spec, shared.whole

@@ -197,7 +197,7 @@ class InFlight:
         ticket, params = row.ticket, row.params
         if ticket is not None:
             with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
-                sends = params.send_part if params.can_send_parts() else None
+                sends = params.upload_part if params.can_upload_parts() else None
                 self._pipeline.wait_computed(ticket, sends)
             self._params.end_change(params)
 

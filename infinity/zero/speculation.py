@@ -106,10 +106,10 @@ class Speculation:
         """
         params, rollback, foreseen = row.params, self._pipeline.rollback, row.foreseen
         assert foreseen is not None
-        can_roll_back, can_put_back = params.can_roll_back(), params.can_put_back()
+        can_roll_back, is_in_memory_alone = params.can_roll_back(), params.is_in_memory_alone()
         if can_roll_back and write:
             return OldParams.SLOTS
-        is_reconstructable = can_put_back or (params.is_double_buffered and not self._params.keeps_steps)
+        is_reconstructable = is_in_memory_alone or (params.is_double_buffered and not self._params.writes_every_update)
         if (
             is_reconstructable
             and rollback.can_reconstruct_param(foreseen.segments, self._grads.dtype)
@@ -118,7 +118,7 @@ class Speculation:
             return OldParams.STATES
         if can_roll_back:
             return OldParams.SLOTS
-        return OldParams.IMAGES if can_put_back else OldParams.NOWHERE
+        return OldParams.IMAGES if is_in_memory_alone else OldParams.NOWHERE
 
     def _can_roll_back(
         self, row: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()
@@ -192,7 +192,7 @@ class Speculation:
             CapacityError: host memory has no room for the gradients.
         """
         for row in rows:
-            if row.params.computed_on.pins > int(row.ticket is not None):
+            if row.params.compute_copy.pins > int(row.ticket is not None):
                 raise InfinityError(
                     f"the values of unit `{row.name}` are asked for while backward uses it, after its update has "
                     'begun: set tiering.update_schedule to "deferred"'

@@ -291,7 +291,7 @@ class Unit(UnitState):
 
     @property
     def is_pinned(self) -> bool:
-        return self.params.computed_on.pins > 0
+        return self.params.compute_copy.pins > 0
 
     @property
     def gradients(self) -> State:

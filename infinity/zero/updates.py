@@ -112,7 +112,7 @@ class Updates:
         self._pipeline.prefer(begun=True)
         speculates = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.speculates
         if speculates:
-            self._executor.begin_ahead()
+            self._executor.begin_speculation()
         if speculates or (last and self._schedule is UpdateSchedule.BACKWARD):
             self._pipeline.expect(list(dict.fromkeys(self._update_order)))
             self._update_order = []

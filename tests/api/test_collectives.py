@@ -211,7 +211,7 @@ class InMemory:
     def __init__(self, index: int) -> None:
         self.spec = FlatSpec(f"unit {index}", 64, 64, torch.float32, True, Sharding(0, 2))
         self.tensor = torch.zeros(64)
-        self.computed_on = SimpleNamespace(pin=lambda: None, unpin=lambda: None)  # nothing is evicted here
+        self.compute_copy = SimpleNamespace(pin=lambda: None, unpin=lambda: None)  # nothing is evicted here
 
 
 class Row:

@@ -175,7 +175,7 @@ def test_an_iteration_that_is_abandoned_holds_no_unit(placement, names, tmp_path
                 next(iterator)
         assert train_on(engine, DATA[:3]) == undisturbed
         engine.synchronize()
-        assert not any(unit.computed_on.pins for unit in engine._runtime.params.units)
+        assert not any(unit.compute_copy.pins for unit in engine._runtime.params.units)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -352,7 +352,7 @@ def test_an_interrupt_on_a_device_with_memory_of_its_own_is_refused_or_nothing(s
 
 def test_later_work_does_not_hide_an_interrupted_ownership_transfer(tmp_path, monkeypatch) -> None:
     """Other units' values come to the device before anybody looks."""
-    send_up, left = Params._send_up, [KeyboardInterrupt()]
+    send_up, left = Params._upload_newest, [KeyboardInterrupt()]
 
     def interrupted(params: Params, each: Any) -> None:
         if left:
@@ -363,7 +363,7 @@ def test_later_work_does_not_hide_an_interrupted_ownership_transfer(tmp_path, mo
         one_step(engine, 0)
         engine.synchronize()
         params = engine._runtime.params
-        monkeypatch.setattr(Params, "_send_up", interrupted)
+        monkeypatch.setattr(Params, "_upload_newest", interrupted)
         for unit in params.units[:2]:
             assert params.open_host(unit)
             for move in params.begin_change(unit):
@@ -455,7 +455,7 @@ def test_an_interrupt_while_updates_are_drained_leaves_no_unit_pinned(tmp_path, 
         monkeypatch.setattr(InFlight, "wait_computed", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.synchronize()
-        assert all(row.params.computed_on.pins == int(row.ticket is not None) for row in executor.units)
+        assert all(row.params.compute_copy.pins == int(row.ticket is not None) for row in executor.units)
         engine.synchronize()
 
 

@@ -384,7 +384,7 @@ def interrupted(group: dist.ProcessGroup | None) -> tuple[list[float], dict[str,
     with start(group) as engine:
         losses = [step(engine, data[0])]
         if group is not None:
-            with pytest.raises(KeyboardInterrupt), interrupting(UnitParams, "put_in_place", 0):
+            with pytest.raises(KeyboardInterrupt), interrupting(UnitParams, "copy_shard_to_tensor", 0):
                 loss_of(engine, data[1].to(engine.device))
         losses += [step(engine, ids) for ids in data[1:]]
         return losses, weights(engine)

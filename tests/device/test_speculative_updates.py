@@ -42,13 +42,13 @@ def _slow_link() -> Iterator[None]:
 def test_a_withdrawn_update_uploads_nothing(eager, slow, withdrawn, monkeypatch, tmp_path) -> None:  # noqa: F811
     uploads: Counter[str] = Counter()
     schedule = ""
-    send_up = Params._send_up
+    send_up = Params._upload_newest
 
     def counted(self: Params, each: UnitParams) -> None:
         uploads[schedule] += 1
         send_up(self, each)
 
-    monkeypatch.setattr(Params, "_send_up", counted)
+    monkeypatch.setattr(Params, "_upload_newest", counted)
     budget = room_for_a_block(tmp_path)
     for schedule in ("deferred", "speculative"):
         options: dict[str, Any] = {"params": "none", "offload": "cpu", "host_memory": budget, "fill_device": False}

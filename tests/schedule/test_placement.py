@@ -73,7 +73,7 @@ TABLE = {
 def test_homes_follow_from_stage_section_ranks_and_device(given, expected) -> None:
     stage, params, ranks, discrete = given
     made = rules(stage, params, ranks=ranks, discrete=discrete)
-    assert (made.params.home, made.site, made.sharding.count, made.params.gathers) == expected
+    assert (made.params.home, made.update_memory, made.sharding.count, made.params.gathers) == expected
     assert made.sharding == (Sharding(1, 2) if expected[2] == 2 else WHOLE)
     assert made.one_memory is not discrete
     assert made.grads.reduces == (ranks == 2)

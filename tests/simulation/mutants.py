@@ -294,7 +294,7 @@ _add("blocked_never_retried", "blocked updates are never tried again", (Schedule
 _add(
     "kept_steps_not_written",
     "steps that are to stay are not written",
-    (Scheduler, "is_written", lambda self, row: False),
+    (Scheduler, "writes_updates", lambda self, row: False),
     (Cycle, "leaves_memory", lambda self, unit: False),
 )
 _add(
