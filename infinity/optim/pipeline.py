@@ -41,7 +41,7 @@ from infinity.tiers.states import StateStore, Tile, UnitStates
 LEAST_SLOTS, MOST_SLOTS = 4, 16
 
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
-_LEAVE_S = 10.0  # far longer than a tile takes; the process must end even if a drive hangs
+_EXIT_S = 10.0  # far longer than a tile takes; the process must end even if a drive hangs
 
 # Called with (unit, tile, the parameters of the whole shard, the tile's fields) before the tile is updated.
 BeforeUpdate = Callable[[int, Tile, torch.Tensor, "dict[str, torch.Tensor]"], None]
@@ -51,11 +51,10 @@ class UpdatePipeline:
     """Runs updates, see schedule/update_queue.py.
 
     Attributes:
-        layout: of the states.
-        waits: waiting times of the worker. They are also part of the time that a thread waits for a ticket.
+        waits: waiting times of the worker, by cause. A thread that waits for a ticket counts them by the same causes.
         rollback: keeps and restores old values.
-        before_update: called by the worker for every tile before its update, in order; must not raise. May be
-            set only while no update is queued.
+        before_update: called by the worker for every tile before its update, in the order of the tiles; must not raise.
+            May be set only while no update is queued.
 
     Args:
         slots: slots of the ring, each as large as a full tile; empty if the home of every tile is host memory.
@@ -83,11 +82,11 @@ class UpdatePipeline:
         self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._closing = False
-        self._leaving = False
-        self._owner = os.getpid()
+        self._exits = False
+        self._pid = os.getpid()
         self._idle = True
         self._thread = start_thread(self._run, "infinity-update")
-        atexit.register(self._leave)
+        atexit.register(self._exit)
 
     # Called by the compute thread #
 
@@ -138,17 +137,22 @@ class UpdatePipeline:
             yield seen
 
     def prefer(self, *, begun: bool) -> None:
-        """See `UpdateQueue.prefer`."""
+        """Set whether updates that have begun go before others, see `UpdateQueue.prefer`."""
         with self._wake:
             self._queue.prefer(begun=begun)
 
-    def can_roll_back(
+    def reversible_tiles(
         self, states: UnitStates, *, param: bool, without: Collection[UpdateTicket] = ()
     ) -> frozenset[int]:
-        """See `Rollback.can_roll_back`. Empty if `before_update` is set, which must see a unit's tiles in order."""
+        """Return the indices of the tiles whose update could be rolled back, see `Rollback.reversible_tiles`.
+
+        Without any if `before_update` is set: it must see a unit's tiles in order, and the other tiles come later.
+        """
         if self.before_update is not None:
             return frozenset()
-        return self.rollback.can_roll_back(states, param=param, without=[each for each in without if not each.chosen])
+        return self.rollback.reversible_tiles(
+            states, param=param, without=[each for each in without if not each.chosen]
+        )
 
     def withdraw(self, ticket: UpdateTicket) -> bool:
         """Cancel a speculative update and free its part of the undo log.
@@ -159,7 +163,7 @@ class UpdatePipeline:
             if ticket.chosen:
                 return False
             self._queue.remove(ticket)
-            ticket.drops_grads = False
+            ticket.drops_grads = False  # the states are unchanged and reconstruct nothing
         self.rollback.forget_before(ticket)
         ticket.computed.set_result(None)
         return True
@@ -167,8 +171,8 @@ class UpdatePipeline:
     def roll_back(self, tickets: Sequence[UpdateTicket]) -> None:
         """Roll back the states of these updates, which must not be in progress. Blocks.
 
-        Only tiles that `can_roll_back` returned before the submission can be rolled back. Parameters are not restored:
-        `Rollback.params_before` has them.
+        Only tiles that `reversible_tiles` returned before the submission can be rolled back. The caller restores the
+        parameters, from `Rollback.params_before` or with `reconstruct`.
 
         Raises:
             StorageError: the old states cannot be read.
@@ -182,11 +186,11 @@ class UpdatePipeline:
         self._send(errand)
 
     def reconstruct(self, ticket: UpdateTicket, *, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
-        """Reconstruct the values before an update that will be rolled back and is not in progress. Blocks.
+        """Reconstruct values from before a stopped update, of which `roll_back` will restore the states. Blocks.
 
         Args:
-            grad: of the whole shard; filled with the gradients, if the update has dropped them.
-            param: of the whole shard; holds the new parameters, which are replaced by the old ones.
+            grad: of the whole shard; filled with the gradients. None if they were kept.
+            param: of the whole shard; its new parameters are replaced by the old ones. None if these were kept.
 
         Raises:
             StorageError: the old states cannot be read.
@@ -225,7 +229,7 @@ class UpdatePipeline:
 
         Args:
             writable: store the visitor's changes of the tensors when the iteration continues.
-            fresh: do not read the tiles first; the visitor overwrites their content.
+            fresh: do not read the tiles, because the visitor overwrites their content.
 
         Yields:
             The tile, and its fields as 1-D tensors by name.
@@ -284,19 +288,19 @@ class UpdatePipeline:
     def close(self) -> None:
         """Finish queued updates and stop the worker."""
         self._stop()
-        atexit.unregister(self._leave)
+        atexit.unregister(self._exit)
         self._ring.clear()
         self.rollback.log.close()
         self._fields.clear()
 
-    def _leave(self) -> None:
-        """At exit, stop the worker after its current tile; queued updates fail.
+    def _exit(self) -> None:
+        """Called at exit: stop the worker after its current tile. Queued updates fail.
 
         A thread that returns from native code after the interpreter has ended would end the process with SIGABRT.
         """
-        if os.getpid() == self._owner:  # a child process has no such thread
-            self._leaving = True
-            self._stop(_LEAVE_S)
+        if os.getpid() == self._pid:  # after a fork, the child process has no worker
+            self._exits = True
+            self._stop(_EXIT_S)
 
     def _stop(self, timeout_s: float | None = None) -> None:
         with self._wake:
@@ -339,8 +343,8 @@ class UpdatePipeline:
                 self._idle = True
                 self._wake.notify_all()
                 self._wake.wait()
-            self._idle = self._closing and (self._leaving or not (self._queue or self._errands))
-            if self._idle:
+            self._idle = self._closing and (self._exits or not (self._queue or self._errands))
+            if self._idle:  # for ever: the worker ends
                 self._wake.notify_all()
             return not self._idle
 
@@ -387,10 +391,10 @@ class UpdatePipeline:
                 self._end(ticket)
 
     def _end(self, ticket: UpdateTicket, error: BaseException | None = None) -> None:
-        for tile in ticket.tiles:
+        for tile in ticket.tiles:  # not updated, so their states reconstruct no gradients
             self._ring.give_up(tile)
             ticket.drops_grads = False
-        with self._wake:  # first: a thread that waits for the ticket may visit the states next
+        with self._wake:  # before the ticket is completed: whoever waits for it may visit the states, see `_park`
             self._queue.remove(ticket)
         if error is None:
             ticket.computed.set_result(None)
@@ -462,6 +466,6 @@ class UpdatePipeline:
     def _read_ahead(self) -> None:
         try:
             self._reading.read_ahead()
-        except BaseException:  # the update of this tile gets the error again, and a thread that waits for it raises it
+        except BaseException:  # not lost: the update of this tile reads it again, and its ticket gets the error
             with self._wake:
                 self._queue.expect(())

@@ -61,7 +61,7 @@ class Rollback:
         """Whether an update that is submitted now would keep all old states of the unit in other slots."""
         return all(map(self._store.can_roll_back, states.tiles))
 
-    def can_roll_back(
+    def reversible_tiles(
         self, states: UnitStates, *, param: bool, without: Collection[UpdateTicket] = ()
     ) -> frozenset[int]:
         """Return the indices of the unit's tiles that could be rolled back after an update that is submitted now.
@@ -96,9 +96,9 @@ class Rollback:
         return few and can_reconstruct_param(self._layout) and self.can_reconstruct(segments, grad_dtype)
 
     def keep_before(self, states: UnitStates, tiles: Collection[int], *, param: bool) -> dict[int, Image]:
-        """Reserve memory of the undo log for an update of `tiles`, a result of `can_roll_back`. Return images by tile.
+        """Reserve memory of the undo log for an update of `tiles`, and return the images by tile.
 
-        Tiles that need no image are omitted. Pairs with `forget_before`.
+        Tiles that need no image are omitted. `tiles` is a result of `reversible_tiles`. Pairs with `forget_before`.
         """
         updated = [tile for tile in states.tiles if tile.index in tiles]
         images = {tile.index: image for tile in updated if (image := self._image(tile, param=param)).sizes}

@@ -1,19 +1,19 @@
 """Pure decisions: which bytes are where, and when. No tensor, no disk, no clock."""
 
-from infinity.schedule.budget import MemoryNeeds, MemorySplit, alone, raise_memory, split_memory
+from infinity.schedule.budget import MemoryNeeds, MemorySplit, advice_on_unit, raise_memory, split_memory
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.next_use import NextUse
-from infinity.schedule.plan import Ahead, Plan, PlanStep, make_plan
+from infinity.schedule.plan import AheadLimit, Plan, PlanStep, make_plan
 
 __all__ = [
-    "Ahead",
+    "AheadLimit",
     "Cycle",
     "MemoryNeeds",
     "MemorySplit",
     "NextUse",
     "Plan",
     "PlanStep",
-    "alone",
+    "advice_on_unit",
     "make_plan",
     "raise_memory",
     "split_memory",

@@ -72,15 +72,15 @@ class MemoryNeeds:
     @property
     def least_bytes(self) -> int:
         params_bytes = self.always_bytes + self.params_min_bytes + self.homes_min_bytes
-        return params_bytes + self.ring_min_bytes + self.states_min_bytes + self._later(self.grads_min_bytes)
+        return params_bytes + self.ring_min_bytes + self.states_min_bytes + self._later_peak(self.grads_min_bytes)
 
     @property
     def most_bytes(self) -> int:
         params_bytes = self.always_bytes + self.params_bytes + self.homes_bytes
         states_bytes = self.ring_bytes + self.states_bytes + self.images_bytes + self.sums_bytes
-        return params_bytes + states_bytes + self._later(self.grads_bytes)
+        return params_bytes + states_bytes + self._later_peak(self.grads_bytes)
 
-    def _later(self, grads_bytes: int) -> int:
+    def _later_peak(self, grads_bytes: int) -> int:
         """Return the larger of two peaks: that of training, and that of `initialize`, which uses the memory before."""
         return max(grads_bytes + self.collecting_bytes + self.activations_bytes, self.initial_bytes)
 
@@ -136,7 +136,7 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, cut_bytes: int | None 
             f"Raise tiering.host_memory to {needs.least_bytes} bytes ({size_to_set(needs.least_bytes)}) or more"
             f"{_or_cut(cut_bytes)}, lower tiering.tile_size, "
             "or move a section to nvme."
-            + alone(
+            + advice_on_unit(
                 needs.largest_unit,
                 needs.largest_unit_bytes,
                 capacity_bytes,
@@ -190,7 +190,7 @@ def gather_more(ahead_numel: int, itemsize: int, more_bytes: int) -> str:
     return f"raise zero_optimization.stage3_prefetch_bucket_size to {numel} elements"
 
 
-def alone(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool, at_once: int = 1) -> str:
+def advice_on_unit(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool, at_once: int = 1) -> str:
     """Return advice about a unit that no schedule can fit; empty if it would fit.
 
     Args:

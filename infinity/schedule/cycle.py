@@ -96,7 +96,7 @@ class Cycle:
         """A few units that are probably used next, in order; empty if unknown."""
         return self._last.upcoming(MOST_AHEAD if self.ahead_bytes else 1)
 
-    def strangers(self, units: Iterable[int]) -> list[int]:
+    def unexpected(self, units: Iterable[int]) -> list[int]:
         """Return the units, among `units`, that the plan does not expect in memory when it begins."""
         return [] if self.plan is None else [unit for unit in units if unit not in self.plan.resident]
 

@@ -56,7 +56,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class AheadLimit:
     """How far ahead of their use units are fetched: the next one if it fits, and more within a number of bytes.
 
     The plan and the gathers use this rule, so that they have the same units in memory.
@@ -72,7 +72,7 @@ class Ahead:
     bytes: int
     largest_bytes: int
 
-    def may_be(self, steps: int, nbytes: int, in_use_bytes: int, ahead_bytes: int) -> bool:
+    def allows(self, steps: int, nbytes: int, in_use_bytes: int, ahead_bytes: int) -> bool:
         """Whether a unit may be fetched `steps` uses ahead, in addition to the unit in use and the units ahead."""
         total_bytes = in_use_bytes + ahead_bytes + nbytes
         if steps == 1:
@@ -101,7 +101,7 @@ class _Replacement:
     def __init__(self, uses: Sequence[int], sizes: Sequence[int], capacity_bytes: int, ahead_bytes: int = 0) -> None:
         self._next_use = NextUse(uses)
         self._sizes = sizes
-        self._ahead = Ahead(capacity_bytes, ahead_bytes, max((sizes[unit] for unit in uses), default=0))
+        self._ahead_limit = AheadLimit(capacity_bytes, ahead_bytes, max((sizes[unit] for unit in uses), default=0))
         self._capacity_bytes = self._free_bytes = self._least_free_bytes = capacity_bytes
         self._last_use: dict[int, int] = {}
         self._last_start = 0  # fetches must stay in order
@@ -123,7 +123,7 @@ class _Replacement:
             following = self._next_use.at(time + steps)
             if following in kept:
                 continue
-            if not self._ahead.may_be(steps, self._sizes[following], self._sizes[unit], ahead_bytes):
+            if not self._ahead_limit.allows(steps, self._sizes[following], self._sizes[unit], ahead_bytes):
                 return
             if following not in self.resident:
                 self._fetch(following, time, time + steps, keep=kept)

@@ -108,7 +108,7 @@ class Scheduler:
 
     def _begin_pass(self, _: actions.PassBegins) -> Actions:
         self.cycle.begin()
-        self.planned.extend(("evict", unit) for unit in self.cycle.strangers(row.index for row in self.in_memory))
+        self.planned.extend(("evict", unit) for unit in self.cycle.unexpected(row.index for row in self.in_memory))
         yield from ()
 
     def _end_pass(self, event: actions.PassEnds) -> Actions:

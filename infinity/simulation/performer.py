@@ -58,7 +58,7 @@ class Performer:
         aheads: units with speculative updates.
         critical: the engine's, around what an interrupt must not cut short.
         checks: whether to check the invariants over all rows at each event.
-        gradients_returned: a speculative update has given gradients back, which may spill.
+        gradients_may_spill: a speculative update has given gradients back, which may spill.
     """
 
     checks = True
@@ -68,7 +68,7 @@ class Performer:
         self.trace = trace
         self.events = 0
         self.committed: int | None = None
-        self.gradients_returned = False
+        self.gradients_may_spill = False
         self.changed_memory = True
         self.foreseen: Due | None = None
         self.aheads: dict[Row, None] = {}
@@ -338,7 +338,7 @@ class Performer:
             self.grads.store.drop_reconstructable(self.grads.of(row))
         else:
             self.grads.store.keep_after_update(self.grads.of(row))
-            self.gradients_returned = True
+            self.gradients_may_spill = True
         row.pins -= 1
         if row.residency is _RESIDENT and ticket.error is None:
             self.upload(row)
@@ -501,7 +501,7 @@ class Performer:
         while not self.grads.restore(row, row.ahead.due.grad):
             if not self.free_gradients(row):
                 raise CapacityError(f"no memory is left for the gradients of {row.name}, whose update is rolled back")
-        self.gradients_returned = True
+        self.gradients_may_spill = True
 
     # Gradients #
 
@@ -511,8 +511,8 @@ class Performer:
 
     def spill_ahead(self) -> None:
         """Gradients that updates have given back may spill."""
-        if self.gradients_returned:
-            self.gradients_returned = False
+        if self.gradients_may_spill:
+            self.gradients_may_spill = False
             self.do(actions.GradientsPause())
 
 

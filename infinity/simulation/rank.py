@@ -415,7 +415,7 @@ class Rank(Performer):
         """A module is about to compute on the units."""
         rows = [self.rows[unit] for unit in units]
         self.roll_back(*rows)
-        self._gathering.make_way(rows)
+        self._gathering.drop_unexpected(rows)
         for row in rows:
             self._pin(row)
         for row in rows:
@@ -425,7 +425,7 @@ class Rank(Performer):
             self.do(actions.UseBegins(row))
             self._gather_owed(row)
             self._gathering.enter(row)
-            self._look_ahead()
+            self._gather_upcoming()
         for row in rows:
             check_newest(row)
             whole = self._whole.get(row.index)
@@ -440,12 +440,12 @@ class Rank(Performer):
             self.do(actions.ParametersNeeded(other))
             self._gathering.gather(other)
 
-    def _look_ahead(self) -> None:
+    def _gather_upcoming(self) -> None:
         while (row := self._gathering.next_to_gather([self.rows[unit] for unit in self.cycle.upcoming])) is not None:
             self.roll_back(row)
             self._pin(row)
             self.do(actions.ParametersNeeded(row))
-            self._gathering.look_ahead(row)
+            self._gathering.gather_early(row)
 
     def _leave(self, units: tuple[int, ...]) -> None:
         for row in [self.rows[unit] for unit in units]:

@@ -81,7 +81,7 @@ class States:
         return all(map(self.store.can_roll_back, self.store.units[unit].tiles))
 
     def can_roll_back(self, unit: int, tile: int) -> bool:
-        """An update of the tile could be undone; see `Rollback.can_roll_back`."""
+        """An update of the tile could be undone; see `Rollback.reversible_tiles`."""
         each = self.store.units[unit].tiles[tile]
         return self.store.can_roll_back(each) or each.is_in_memory_alone
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from infinity.config import Config, format_size, size_to_set
 from infinity.errors import CapacityError
 from infinity.memory import Budget, Ledger, available_memory_bytes
-from infinity.schedule import MemoryNeeds, MemorySplit, alone
+from infinity.schedule import MemoryNeeds, MemorySplit, advice_on_unit
 from infinity.schedule.needs import room_advice
 from infinity.tiers.swap_file import remove_stale
 from infinity.zero.ranks import ALONE, Ranks, least_of, ranks_on_this_machine
@@ -136,7 +136,7 @@ def _checked_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
     raise CapacityError(
         f"tiering.device_memory is {format_size(total)} but the parameters need at least {format_size(least)} "
         f"on the device at once: raise it to {size_to_set(least)} or more, or offload parameters that stay there."
-        + alone(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings, 2)
+        + advice_on_unit(sizing.largest.name, sizing.largest.nbytes, total, sizing.largest.name in sizing.embeddings, 2)
     )
 
 

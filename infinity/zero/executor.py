@@ -107,7 +107,7 @@ class Executor:
         if self.speculation.units:
             self.roll_back(*rows)
         if self.gathering.ahead:
-            self.gathering.make_way(rows)
+            self.gathering.drop_unexpected(rows)
         for row in rows:
             row.params.compute_copy.pin()  # pin all first: the fetch of one must not evict another
         entered: list[Unit] = []
@@ -116,7 +116,7 @@ class Executor:
                 self.poll()
                 self._do(actions.UseBegins(row))
                 entered.append(row)
-                if self.gathering.shares:
+                if self.gathering.has_shared_units:
                     self._gather_for_use(row)
                 row.views.show()
         except BaseException as error:
@@ -147,16 +147,16 @@ class Executor:
         """Unshard a resident unit that a module is about to use, and start to gather the units that are used next."""
         self.gather_preceding(row)
         self.gathering.enter(row)
-        self._look_ahead()
+        self._gather_upcoming()
 
-    def _look_ahead(self) -> None:
+    def _gather_upcoming(self) -> None:
         """Start to gather the units that are used next, in their order."""
         while (row := self.gathering.next_to_gather([self.units[unit] for unit in self.cycle.upcoming])) is not None:
             self.roll_back(row)
             row.params.compute_copy.pin()
             try:
                 self._do(actions.ParametersNeeded(row))
-                self.gathering.look_ahead(row)
+                self.gathering.gather_early(row)
             except BaseException:
                 row.params.compute_copy.unpin()
                 raise
@@ -165,7 +165,7 @@ class Executor:
         """Allow eviction of the units again."""
         for row in rows:
             row.params.compute_copy.unpin()
-        if self.gathering.shares:
+        if self.gathering.has_shared_units:
             self._end_uses(rows)
         self.poll()
 
@@ -309,11 +309,11 @@ class Executor:
         at_hand = [row for row in ahead if row not in to_fetch]
         with self._params.critical:  # until every newer copy in memory is dropped
             stale = self.speculation.roll_back(at_hand, self.free_gradients, grads=grads)
-            self._spill_returned()
+            self._spill_early()
             for row in to_fetch:  # one by one: there may not be room for all of them
                 self._do(actions.OldParametersNeeded(row))
                 self.speculation.roll_back([row], self.free_gradients, grads=grads)
-            self._spill_returned()
+            self._spill_early()
             for row in ahead:
                 self.gathering.changed(row)
                 if row in stale:
@@ -327,7 +327,7 @@ class Executor:
         self.roll_back(*rows, grads=grads)
         return bool(rows)
 
-    def gradient_comes(self, row: Unit) -> None:
+    def prepare_for_gradients(self, row: Unit) -> None:
         """Prepare for new gradients of the unit: its speculative update, if any, will be rolled back.
 
         Block until that update is finished, and restore its gradients. If another update has ended, also retry
@@ -336,8 +336,8 @@ class Executor:
         if row.due is not None:  # the last step's still needs its gradients; ranks also sum zeros of unused units
             self._do(actions.ParametersNeeded(row))
         if row.ahead is not None:
-            self.speculation.finish_ahead(row, self.free_gradients)
-            self._spill_returned()
+            self.speculation.mark_for_rollback(row, self.free_gradients)
+            self._spill_early()
         if self._scheduler.waits_for_memory and self.in_flight.some_ended:
             self.poll()
 
@@ -355,10 +355,10 @@ class Executor:
         if row.spills:
             self._do(actions.GradientsPause())
 
-    def _spill_returned(self) -> None:
+    def _spill_early(self) -> None:
         """If a speculative update has returned gradients, spill the oldest gradients early."""
-        if self.in_flight.gradients_returned:
-            self.in_flight.gradients_returned = False
+        if self.in_flight.gradients_may_spill:
+            self.in_flight.gradients_may_spill = False
             self._do(actions.GradientsPause())
 
     def poll(self) -> None:
@@ -367,8 +367,8 @@ class Executor:
             return
         in_flight = self.in_flight
         in_flight.poll()
-        if in_flight.gradients_returned:
-            self._spill_returned()
+        if in_flight.gradients_may_spill:
+            self._spill_early()
         if self._scheduler.waits_for_memory:
             self._do(actions.MemoryFreed())
         if in_flight.finished:

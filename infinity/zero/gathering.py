@@ -1,29 +1,29 @@
-"""Unshard units that several ranks share, ahead of the computation.
+"""Unshard units that several ranks share: for a use, or early, during the use before it.
 
 [Note: when a unit is gathered]
 If several ranks share a unit, each fetches and updates its own shard, and an all-gather unshards the unit. The
-unsharded copy is a field of its own, with one copy made of all ranks' shards. A unit is gathered for a use, and stays
-unsharded
+unsharded unit is a field of its own (`Shared.whole`), because a rank's shard may be newer than it. A unit is gathered
+for a use, and stays unsharded
 
 - until its last use ends, if it can be evicted. If the next use is of the same unit, the unit stays unsharded for it;
 - until the next update, if its parameters stay on the device.
 
 All ranks take part in an all-gather, so it may follow only from events that are alike on all ranks. It must not depend
 on what a rank has in memory, because that differs between ranks. The last cycle predicts the next units. The
-all-gather of the next unit runs during the use before it. Those of further units follow in order, as far as `Ahead`
-allows: it counts bytes, by the budget of the rank with the least memory. If a cycle differs from the last one, units
-are gathered when they are used, on all ranks alike.
+all-gather of the next unit runs during the use before it. Those of further units follow in order, as far as
+`AheadLimit` allows. Its limits are those of the rank with the least memory, so all ranks gather equally far ahead. If a
+cycle differs from the last one, units are gathered when they are used, on all ranks alike.
 
-If no unit is ever evicted, ranks may use different units. Units changed by an update are then gathered in one order
-(`_order`), the same on all ranks. To gather a unit, a rank first gathers all units that precede it. Before any other
-collective, it gathers the remaining units.
+If no unit is ever evicted, ranks may use different units. In a forward pass, units changed by an update are then
+gathered in one order (`_order`), the same on all ranks. To gather a unit, a rank first gathers all units that precede
+it. Before any other collective, it gathers the remaining units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.schedule import Ahead
+from infinity.schedule import AheadLimit
 from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers import Memory
 from infinity.zero.ranks import Pending, Ranks
@@ -39,7 +39,7 @@ class _Gather:
         self._pending = pending
 
     def done(self) -> bool:
-        return False  # ranks wait for gathers at the same points, so a poll must not have an effect
+        return False  # a poll must not end a gather: all ranks must see its end at the same point of their program
 
     def result(self) -> None:
         for pending in self._pending:
@@ -58,7 +58,7 @@ class Gathering:
         ahead_bytes: memory for units that are gathered early, beyond the next one.
 
     Attributes:
-        shares: whether ranks share any unit; if not, no unit is ever gathered.
+        has_shared_units: whether ranks share any unit; if not, no unit is ever gathered.
         ahead: units that are pinned and gathered for their next use, in order.
     """
 
@@ -68,12 +68,12 @@ class Gathering:
         self._ranks = ranks
         self._counters = counters
         self._shared = [row for row in rows if row.shared is not None]
-        self.shares = bool(self._shared)
+        self.has_shared_units = bool(self._shared)
         moving_bytes = [row.params.spec.moving_bytes for row in rows]
-        self._may_be_ahead = Ahead(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
+        self._ahead_limit = AheadLimit(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
         self.ahead: dict[Unit, None] = {}
         self._order = [] if any(moving_bytes) else list(self._shared)
-        self._in_forward = False
+        self._gathers_in_order = False  # from the begin of a forward pass to the first collective after it
         self._in_use_bytes = 0  # of units in use that can be evicted
 
     @staticmethod
@@ -81,8 +81,8 @@ class Gathering:
         """Whether the newest shards of all ranks are in the unit's memory."""
         return row.shared is None or row.shared.is_whole
 
-    def make_way(self, rows: Sequence[Unit]) -> None:
-        """Drop early gathers if a module is about to use a unit that needs a gather and was not expected."""
+    def drop_unexpected(self, rows: Sequence[Unit]) -> None:
+        """Drop the early gathers if a unit that is used now was not expected and is stale: it needs their room."""
         for row in rows:
             if row in self.ahead:
                 return
@@ -91,7 +91,7 @@ class Gathering:
                 return
 
     def enter(self, row: Unit) -> None:
-        """Unshard a resident unit."""
+        """Begin a use: unshard a resident unit, and end the early gathers before it. Pairs with `leave`."""
         shared = row.shared
         if shared is None:
             return
@@ -110,7 +110,7 @@ class Gathering:
         """End a use. Do nothing if `enter` was not called for it.
 
         Args:
-            expected: the unit that is used next.
+            expected: index of the unit that is used next; None if unknown.
         """
         shared = row.shared
         if shared is None or not shared.uses:
@@ -127,7 +127,7 @@ class Gathering:
 
     def begin_cycle(self) -> None:
         """Begin a forward pass."""
-        self._in_forward = bool(self._order)
+        self._gathers_in_order = bool(self._order)
 
     def end_cycle(self) -> None:
         """Drop early gathers and end all uses."""
@@ -138,20 +138,20 @@ class Gathering:
                 self.leave(row, None)
 
     def next_to_gather(self, upcoming: Sequence[Unit]) -> Unit | None:
-        """Return the unit to gather early now, during the use that begins; None if there is none, or no room for it.
+        """Return the next unit to gather early, or None. Called when a use begins, until it returns None.
 
         Args:
             upcoming: units that are used next, in order.
         """
         if self._order:
-            if not self._in_forward:  # updates change units from here on, and only the next forward pass uses those
+            if not self._gathers_in_order:  # the stale units are updated ones, which only the next forward pass uses
                 return None
             upcoming = [row for row in self._order if not self.is_whole(row)][: len(upcoming)]
         passed: list[Unit] = []
         for steps, row in enumerate(upcoming, 1):
             shared = row.shared
-            # Between two uses that are not adjacent, an evictable unit is resharded. So stop at its second use: units
-            # after it are gathered later.
+            # An evictable unit is resharded between two uses that are not adjacent. So its second use needs a gather of
+            # its own, which can only begin after the first use, and the units behind it wait for that.
             if (
                 shared is not None
                 and shared.moving_bytes
@@ -165,15 +165,15 @@ class Gathering:
         return None
 
     def _has_room(self, row: Unit, moving_bytes: int, steps: int) -> bool:
-        """Whether a unit needed `steps` uses from now has room beside the units in use and those needed before it."""
+        """Whether there is room to gather a unit `steps` uses ahead, beside the units in use and the early gathers."""
         if moving_bytes:
             ahead_bytes = sum(other.params.spec.moving_bytes for other in self.ahead)
-            return self._may_be_ahead.may_be(steps, moving_bytes, self._in_use_bytes, ahead_bytes)
+            return self._ahead_limit.allows(steps, moving_bytes, self._in_use_bytes, ahead_bytes)
         whole_bytes = sum(other.params.spec.nbytes for other in (*self.ahead, row))
-        return steps == 1 or whole_bytes <= self._may_be_ahead.bytes
+        return steps == 1 or whole_bytes <= self._ahead_limit.bytes
 
-    def look_ahead(self, row: Unit) -> None:
-        """Start to gather a resident, pinned unit. `_take` unpins it, when it is used or dropped."""
+    def gather_early(self, row: Unit) -> None:
+        """Start to gather a resident, pinned unit for its next use. It is unpinned when it is used or dropped."""
         assert row.shared is not None
         self._start(row, row.shared)
         self.ahead[row] = None
@@ -205,18 +205,18 @@ class Gathering:
             self._wait(row.shared)
 
     def preceding(self, row: Unit | None) -> list[Unit]:
-        """Return stale units that precede this one in the order of all ranks; with None, all stale units.
+        """Return the units that must be gathered before this one, even if this rank does not use them.
 
-        A rank gathers them even if it does not use them.
+        They are the stale units before it in `_order`; with None all stale units, because another collective follows.
         """
-        if not self._in_forward or (row is not None and self.is_whole(row)):
+        if not self._gathers_in_order or (row is not None and self.is_whole(row)):
             return []
-        self._in_forward = row is not None
+        self._gathers_in_order = row is not None
         before = self._order if row is None else self._order[: self._order.index(row)]
         return [each for each in before if not self.is_whole(each)]
 
     def set_order(self, order: Sequence[int]) -> None:
-        """Set the order of all ranks. Units that it does not contain come first. All ranks call this together."""
+        """Set `_order`. Units that `order` does not contain come first. All ranks call this together."""
         place = {unit: position for position, unit in enumerate(order)}
         self._order.sort(key=lambda row: place.get(row.index, -1))
 

@@ -26,7 +26,7 @@ class InFlight:
 
     Attributes:
         finished: units whose updates are finished; the reader removes them.
-        gradients_returned: whether a speculative update has ended and returned its gradients, which may spill now; the
+        gradients_may_spill: whether a speculative update has ended and returned its gradients, which may spill now; the
             reader resets it.
     """
 
@@ -38,7 +38,7 @@ class InFlight:
         counters: Counters,
     ) -> None:
         self.finished: list[Unit] = []
-        self.gradients_returned = False
+        self.gradients_may_spill = False
         self._params = params
         self._critical = params.critical
         self._grads = grads
@@ -262,7 +262,7 @@ class InFlight:
                 self._grads.drop_reconstructable(row.grads)
             else:
                 self._grads.keep_after_update(row.grads)
-                self.gradients_returned = True
+                self.gradients_may_spill = True
             self._params.close_host(row.params, changed=ticket.chosen)  # a withdrawn update changes nothing
             if write is not None:
                 row.params.field.finish_move(write)

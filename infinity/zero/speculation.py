@@ -33,8 +33,8 @@ class Speculation:
     """The speculative updates, in the pipeline or finished.
 
     Attributes:
-        units: units with speculative updates, in order of submission. After an interrupt it may contain a unit without
-            such an update, which `ahead` skips.
+        units: as `ahead`, and cheaper to test. After an interrupt it may also contain a unit without a speculative
+            update.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Speculation:
 
     @property
     def ahead(self) -> list[Unit]:
-        """Units with speculative updates, in the pipeline or finished."""
+        """Units with speculative updates, in the pipeline or finished, in order of submission."""
         return [row for row in self.units if row.ahead is not None]
 
     def needs_memory(self, row: Unit) -> bool:
@@ -67,14 +67,14 @@ class Speculation:
         the norm is known belong to the units that are used last.
         """
         old_params = self._old_params(row, write)
-        if self._can_roll_back(row, old_params):
+        if self._reversible_tiles(row, old_params):
             return True
         later = self._needed_later(needed)
-        if not self._can_roll_back(row, old_params, without=[ticket for _, ticket in later]):
+        if not self._reversible_tiles(row, old_params, without=[ticket for _, ticket in later]):
             return False
-        while not (can_roll_back := self._can_roll_back(row, old_params)) and later:
+        while not (tiles := self._reversible_tiles(row, old_params)) and later:
             self._withdraw(*later.pop())
-        return bool(can_roll_back)
+        return bool(tiles)
 
     def _needed_later(self, needed: int) -> list[tuple[Unit, UpdateTicket]]:
         """Return speculative updates in the undo log whose units are used after `needed`, the latest use last."""
@@ -120,13 +120,13 @@ class Speculation:
             return OldParams.SLOTS
         return OldParams.IMAGES if is_in_memory_alone else OldParams.NOWHERE
 
-    def _can_roll_back(
+    def _reversible_tiles(
         self, row: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()
     ) -> frozenset[int]:
         """Return the indices of tiles whose update could be rolled back if the updates in `without` were withdrawn."""
         if old_params is OldParams.NOWHERE:
             return frozenset()
-        return self._pipeline.can_roll_back(row.states, param=old_params is OldParams.IMAGES, without=without)
+        return self._pipeline.reversible_tiles(row.states, param=old_params is OldParams.IMAGES, without=without)
 
     def speculate(self, row: Unit, write: bool, needed: int) -> None:
         """Submit the speculative update of a unit that `can_speculate`.
@@ -141,7 +141,7 @@ class Speculation:
         with self._critical:
             self._in_flight.open_host(row)
             old_params = self._old_params(row, write)
-            tiles = self._can_roll_back(row, old_params)
+            tiles = self._reversible_tiles(row, old_params)
             before = self._pipeline.rollback.keep_before(row.states, tiles, param=old_params is OldParams.IMAGES)
             reconstructs_grads = (
                 foreseen.may_drop_grads
@@ -243,7 +243,7 @@ class Speculation:
                 self._pipeline.reconstruct(ahead.ticket, grad=buffer, param=flat)
             if grads:
                 self._grads.pause(stored)
-                self._in_flight.gradients_returned = True
+                self._in_flight.gradients_may_spill = True
 
     def _room_for_grads(self, row: Unit, free_gradients: FreeGradients) -> torch.Tensor:
         while (buffer := self._grads.restore(row.grads)) is None:
@@ -278,7 +278,7 @@ class Speculation:
         yield row.params.shard
         self._params.close_host(row.params)
 
-    def finish_ahead(self, row: Unit, free_gradients: FreeGradients) -> None:
+    def mark_for_rollback(self, row: Unit, free_gradients: FreeGradients) -> None:
         """Wait for a speculative update whose gradients are about to change, and mark it for rollback."""
         if row.ticket is not None:
             self._in_flight.finish(row)

@@ -5,7 +5,7 @@ layer-major micro-batches, a pipeline's schedule, and a plain `loss.backward()`.
 
 [Note: interrupts]
 Ctrl-C can come between any two lines, also within `except` and `finally`, so no state may depend on reaching a line.
-The running pass is stored in `_open`. If the next operation finds a pass there, it was interrupted, and is then
+The running pass is stored in `_pass`. If the next operation finds a pass there, it was interrupted, and is then
 aborted. A due update cannot be rolled back. So if the next operation finds phase UPDATE, or finds that only some units
 of a step are updated, the engine is poisoned (FAILED). The counts change by one assignment.
 """
@@ -61,7 +61,7 @@ class StepKeeper(Protocol):
 
 
 @dataclass(frozen=True)
-class _Open:
+class _Pass:
     """A running pass over the model.
 
     Attributes:
@@ -109,10 +109,10 @@ class Step(Listener):
         self.lr_scheduler: Any | None = None
         self.phase = Phase.IDLE
         self._failure = ""
-        self._open: _Open | None = None
+        self._pass: _Pass | None = None
         self._pass_failed = False  # the last backward pass failed, and its gradients were not dropped by the user
         self._optimizer = optimizer
-        self._began_with: list[Rule] = []  # rules of each group when the step's updates began
+        self._update_rules: list[Rule] = []  # rules of each group when the step's updates began
         self.forward_end = GraphPosition.now()
         self._runtime = runtime
         self._executor, self._ranks = runtime.executor, runtime.ranks
@@ -205,7 +205,7 @@ class Step(Listener):
                 "the engine is in the middle of a backward pass: make this call before or after it. Inside the pass, "
                 "read the parameters of the running module directly; they need no gathering"
             )
-        if self._open is not None:
+        if self._pass is not None:
             self.abort()
         if self.phase is Phase.UPDATE or self._runtime.poisoned:
             self.fail(InfinityError("an update was interrupted"))
@@ -223,12 +223,12 @@ class Step(Listener):
     @property
     def awaits_step(self) -> bool:
         """Whether a backward pass is over, without a following micro-batch or `step()`."""
-        return self.phase is Phase.BACKWARD and self._open is None
+        return self.phase is Phase.BACKWARD and self._pass is None
 
     def fail(self, error: BaseException) -> None:
         """Poison the engine: from now on `check` raises. For errors after which states may mix two steps."""
         if self.phase is not Phase.FAILED:
-            self._open = None
+            self._pass = None
             # As text: the error would keep its frames, so the loss, its graph and the engine, alive.
             self._failure = f"{type(error).__name__}: {error}"
             self._go(Phase.FAILED)
@@ -327,7 +327,7 @@ class Step(Listener):
         self.check_values("a forward pass")
         before = self.phase
         phase = Phase.FORWARD if training else Phase.EVALUATION
-        self._open = _Open(phase, before)
+        self._pass = _Pass(phase, before)
         with self.stopped_by_failures(), self.running(phase):
             try:
                 if before is not Phase.FORWARD:
@@ -343,7 +343,7 @@ class Step(Listener):
                 if before is not Phase.FORWARD:
                     self._ranks.path.end()
                 self._back_to(before, learn=self._only_evaluates)
-        self._open = None
+        self._pass = None
 
     def _meet_ranks(self, why: str) -> None:
         """Gather all units that are due on all ranks, before a collective outside of the forward pass."""
@@ -397,7 +397,7 @@ class Step(Listener):
             self.losses.check(loss, self.counter.counts.global_steps, late=self.counter.is_whole_step)
         except NonFiniteError:
             self._pass_failed = True
-            if self._open is None and self.phase is Phase.FORWARD:
+            if self._pass is None and self.phase is Phase.FORWARD:
                 self._end_cycle(learn=False)
                 self._go(Phase.IDLE)
             raise
@@ -423,13 +423,13 @@ class Step(Listener):
         last = self.counter.ends_step
         if self.keeper is not None and last:
             self.keeper.before_updates()
-        before, self._open = self.phase, _Open(Phase.BACKWARD, self.phase, last, scope, running_pass())
+        before, self._pass = self.phase, _Pass(Phase.BACKWARD, self.phase, last, scope, running_pass())
         self._grad_placeholders.lift()
         self._go(Phase.BACKWARD)
         if in_parts is None:
             # after a forward pass without the engine, gradients of any unit may come in parts
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
-        self._began_with = self._optimizer.rules()
+        self._update_rules = self._optimizer.rules()
         self.updates.begin_backward(last=last, in_parts=in_parts, early=self.counter.is_whole_step)
         # Uses are unknown if forward passes may run within backward.
         uses = None if in_parts == self.all_units else self._executor.cycle.recorded
@@ -447,7 +447,7 @@ class Step(Listener):
         self._executor.gathering.set_order(self.gradients.source.forward_order())
         self._grad_placeholders.place()
         self.losses.scaled = False
-        self._open = None
+        self._pass = None
 
     def _open_direct(self, arriving: nn.Parameter | None = None) -> None:
         """Open a backward pass that the user has started with `loss.backward()` or another use of the graph.
@@ -469,8 +469,8 @@ class Step(Listener):
             raise
 
     def _close_direct(self) -> None:
-        if self._open is not None and self._open.scope is not None:
-            with self.stopped_by_failures(), self._open.scope:
+        if self._pass is not None and self._pass.scope is not None:
+            with self.stopped_by_failures(), self._pass.scope:
                 self.close_backward()
 
     # Update #
@@ -488,7 +488,7 @@ class Step(Listener):
         self._check_not_gathered("step()")
         self._optimizer.check_groups()
         self._drop_removed_gradients()
-        if self.updates.under_way and self._began_with != self._optimizer.rules():
+        if self.updates.under_way and self._update_rules != self._optimizer.rules():
             raise InfinityError(
                 "the optimizer's hyper-parameters (param_groups) were changed between backward and step(), but under "
                 'tiering.update_schedule "backward" the updates have used the earlier values: change them after '
@@ -546,15 +546,15 @@ class Step(Listener):
         dropped, and the step starts again, because the gradients of the failed pass cannot be separated from the
         gradients of earlier micro-batches.
         """
-        if self._open is not None and self._open.scope is not None:
-            self._open.scope.close()
+        if self._pass is not None and self._pass.scope is not None:
+            self._pass.scope.close()
         self._ranks.path.give_up()
         if isinstance(error, DivergedError):  # gathered units may mix values of several units, and some never arrive
             self.hooks.abandon()
             self.gradients.source.clear()
             self.fail(error)
             return
-        if self._open is None or self._open.phase is Phase.BACKWARD:
+        if self._pass is None or self._pass.phase is Phase.BACKWARD:
             self._pass_failed = True
             self.gradients.source.clear()
             self._runtime.params.end_pass()
@@ -575,9 +575,9 @@ class Step(Listener):
             self._go(Phase.IDLE)
         else:
             self.hooks.abandon()
-            self._back_to(self._open.before)
+            self._back_to(self._pass.before)
         self.losses.forget()
-        self._open = None
+        self._pass = None
         if self._filling is not None and isinstance(error, torch.OutOfMemoryError):
             self._filling.out_of_memory(at_rest=self._is_alone_without_gradients)
 
@@ -641,7 +641,7 @@ class Step(Listener):
     def enter(self, units: tuple[Unit, ...]) -> None:
         if self.layer_major is not None:
             self.layer_major.entered(units)
-        if self._open is None:
+        if self._pass is None:
             self._enter_without_engine(units)
         else:
             self._executor.enter(units)
@@ -666,14 +666,14 @@ class Step(Listener):
 
     @property
     def _in_backward(self) -> bool:
-        return self._open is not None and self._open.phase is Phase.BACKWARD
+        return self._pass is not None and self._pass.phase is Phase.BACKWARD
 
     @outside_modes
     def leave(self, units: tuple[Unit, ...], *, ends_forward: bool = False) -> None:
         self._executor.leave(units)
         if ends_forward:
             self.forward_end = GraphPosition.now()
-            if self._open is None:  # the model was called without the engine
+            if self._pass is None:  # the model was called without the engine
                 self._ranks.path.end_free()
                 if not self._only_evaluates:
                     self._executor.hide_evictable()
@@ -699,16 +699,16 @@ class Step(Listener):
 
     @outside_modes
     def gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:
-        opened = self._open
-        if opened is None or opened.phase is not Phase.BACKWARD:
+        running = self._pass
+        if running is None or running.phase is not Phase.BACKWARD:
             if self.hooks.in_forward:
                 raise InfinityError("backward() inside the model's forward: call it on the result of the forward")
             self._open_direct(param)
-            opened = self._open
-        if opened is not None and opened.scope is not None:
+            running = self._pass
+        if running is not None and running.scope is not None:
             if self.layer_major is not None:
                 raise InfinityError(USE_TRAIN_BATCH)
-            self.losses.share_out(param.grad, opened.number)
+            self.losses.share_out(param.grad, running.number)
         addend = self.gradients.take(unit, index, param)
         if addend is not None:
             self.updates.add(addend)
@@ -719,7 +719,7 @@ class Step(Listener):
         """Called when all gradients of the unit in this backward pass have arrived."""
         if self.layer_major is not None:
             return  # other micro-batches have not left the unit yet
-        if self._open is not None and self._open.last:
+        if self._pass is not None and self._pass.last:
             self.updates.gradients_final(unit)
         self.updates.pause(unit)
 
@@ -739,7 +739,7 @@ class Step(Listener):
         """Remove the hooks and free all memory."""
         if self.phase is Phase.CLOSED:
             return
-        self._open = None
+        self._pass = None
         self._go(Phase.CLOSED)
         with ExitStack() as rest:  # in reverse order, each even if others fail
             rest.callback(self._runtime.close)

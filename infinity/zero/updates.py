@@ -247,7 +247,7 @@ class Updates:
         Raises:
             CapacityError: the budget cannot give the room.
         """
-        self._executor.gradient_comes(addend.unit)
+        self._executor.prepare_for_gradients(addend.unit)
         due = self._gradients.sum_on_device(addend) if self._gradients.sums_on_device else addend
         if due is not None and not self._gradients.try_add(due):
             self._add_with_room(due)

@@ -280,7 +280,7 @@ def test_a_unit_is_not_changed_while_it_is_unsharded_early(gathering, rows, rank
     """The gather may write old values until it is over."""
     gathering.enter(rows[0])
     assert gathering.next_to_gather([rows[1]]) is rows[1]
-    gathering.look_ahead(rows[1])
+    gathering.gather_early(rows[1])
     assert ranks.waiting == ["unit 1"]
     gathering.changed(rows[1])
     assert ranks.waiting == []
@@ -294,7 +294,7 @@ def test_several_are_unsharded_early_in_their_order_and_dropped_when_skipped(row
     gathering.enter(rows[0])
     for unit in (1, 2):
         assert gathering.next_to_gather([rows[1], rows[2], rows[3]]) is rows[unit]
-        gathering.look_ahead(rows[unit])
+        gathering.gather_early(rows[unit])
     assert gathering.next_to_gather([rows[1], rows[2], rows[3]]) is None
     assert ranks.waiting == ["unit 1", "unit 2"]
     gathering.leave(rows[0], 1)
@@ -303,7 +303,7 @@ def test_several_are_unsharded_early_in_their_order_and_dropped_when_skipped(row
     assert not gathering.is_whole(rows[1])
     assert gathering.is_whole(rows[2])
     assert gathering.next_to_gather([rows[3]]) is rows[3]
-    gathering.look_ahead(rows[3])
+    gathering.gather_early(rows[3])
     gathering.enter(rows[1])  # nothing of what was expected
     assert not gathering.is_whole(rows[3])
     assert ranks.waiting == []
@@ -315,11 +315,11 @@ def test_what_lies_behind_a_unit_that_is_let_go_first_is_gathered_behind_it(rows
     gathering = Gathering(rows, ranks, 16 * 256, Counters(None), ahead_bytes=1 << 20)
     gathering.enter(rows[0])
     assert gathering.next_to_gather([rows[1], rows[0], rows[2]]) is rows[1]
-    gathering.look_ahead(rows[1])
+    gathering.gather_early(rows[1])
     assert gathering.next_to_gather([rows[1], rows[0], rows[2]]) is None, "unit 0 is resharded before its next use"
     assert gathering.next_to_gather([rows[1], rows[1], rows[2]]) is rows[2], "unit 1 is kept from one use to the next"
     assert gathering.next_to_gather([rows[1], rows[2], rows[1]]) is rows[2]
-    gathering.look_ahead(rows[2])
+    gathering.gather_early(rows[2])
     assert gathering.next_to_gather([rows[1], rows[2], rows[1], rows[3]]) is None
     gathering.leave(rows[0], 1)
     gathering.enter(rows[1])

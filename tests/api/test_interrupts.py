@@ -422,10 +422,10 @@ def test_an_interrupted_zero_grad_leaves_no_part_of_the_gradients(tmp_path, monk
 
 def test_an_interrupt_before_stale_copies_are_dropped_stops_the_engine(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Foresight, "speculates", True)
-    spill_returned, left = Executor._spill_returned, [KeyboardInterrupt()]
+    spill_early, left = Executor._spill_early, [KeyboardInterrupt()]
 
     def interrupted(executor: Executor) -> None:
-        spill_returned(executor)
+        spill_early(executor)
         if left:
             raise left.pop()
 
@@ -433,7 +433,7 @@ def test_an_interrupt_before_stale_copies_are_dropped_stops_the_engine(tmp_path,
         one_step(engine, AT)
         engine.backward(engine(data(AT + 1, 0)))
         assert engine._runtime.executor.speculation.ahead
-        monkeypatch.setattr(Executor, "_spill_returned", interrupted)
+        monkeypatch.setattr(Executor, "_spill_early", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.zero_grad()
         with pytest.raises(infinity.InfinityError, match="has stopped after an error"):

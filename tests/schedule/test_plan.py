@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule import Ahead, Plan, make_plan
+from infinity.schedule import AheadLimit, Plan, make_plan
 from infinity.schedule.plan import MOST_AHEAD
 
 
@@ -292,14 +292,14 @@ def test_a_unit_larger_than_the_capacity_is_refused() -> None:
 # Further ahead #
 
 
-def wanted(uses: list[int], sizes: list[int], rule: Ahead, index: int) -> set[int]:
+def wanted(uses: list[int], sizes: list[int], rule: AheadLimit, index: int) -> set[int]:
     """The units that are to be in memory at a use: its own, and those of the next ones that the rule allows."""
     held, ahead_bytes = {uses[index]}, 0
     for steps in range(1, MOST_AHEAD + 1):
         unit = uses[(index + steps) % len(uses)]
         if unit in held:
             continue
-        if not rule.may_be(steps, sizes[unit], sizes[uses[index]], ahead_bytes):
+        if not rule.allows(steps, sizes[unit], sizes[uses[index]], ahead_bytes):
             break
         held.add(unit)
         ahead_bytes += sizes[unit]
@@ -313,7 +313,7 @@ def test_units_within_the_prefetched_bytes_arrive_in_time_and_within_the_budget(
     plan = make_plan(uses, sizes, capacity, ahead_bytes)
     assert [step.unit for step in plan.steps] == uses
     assert replay(plan, sizes, capacity) == fetched_bytes(plan, sizes)
-    rule = Ahead(capacity, ahead_bytes, max(sizes[unit] for unit in uses))
+    rule = AheadLimit(capacity, ahead_bytes, max(sizes[unit] for unit in uses))
     resident = set(plan.resident)
     for index, step in enumerate(plan.steps):
         resident = (resident - set(step.before or ())) | {step.unit}
@@ -329,9 +329,9 @@ def test_without_prefetched_bytes_only_the_next_unit_comes_early(problem) -> Non
 
 
 def test_prefetched_units_leave_room_for_one_that_is_fetched_meanwhile() -> None:
-    rule = Ahead(capacity_bytes=12, bytes=9, largest_bytes=3)
-    assert rule.may_be(1, 3, 3, 0)
-    assert rule.may_be(2, 3, 3, 3)
-    assert not rule.may_be(3, 3, 3, 6), "nothing could be read while the unit is computed on"
-    assert not Ahead(100, 5, 3).may_be(2, 3, 3, 3), "more than the bytes ahead"
-    assert Ahead(6, 0, 3).may_be(1, 3, 3, 0), "the next one whatever they are"
+    rule = AheadLimit(capacity_bytes=12, bytes=9, largest_bytes=3)
+    assert rule.allows(1, 3, 3, 0)
+    assert rule.allows(2, 3, 3, 3)
+    assert not rule.allows(3, 3, 3, 6), "nothing could be read while the unit is computed on"
+    assert not AheadLimit(100, 5, 3).allows(2, 3, 3, 3), "more than the bytes ahead"
+    assert AheadLimit(6, 0, 3).allows(1, 3, 3, 0), "the next one whatever they are"

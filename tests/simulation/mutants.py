@@ -527,17 +527,17 @@ def _again_lets_go(original: Any, self: Gathering, row: Any, expected: int | Non
         original(self, row, expected)
 
 
-_add("ahead_keeps_room", "units that were gathered ahead keep their room", (Gathering, "make_way", _none))
+_add("ahead_keeps_room", "units that were gathered ahead keep their room", (Gathering, "drop_unexpected", _none))
 _add("gathered_once", "a unit that was updated is not gathered again", (Gathering, "changed", _none))
 
 
-@_mutant("a rank gathers ahead only what its memory has", Rank, "_look_ahead")
+@_mutant("a rank gathers ahead only what its memory has", Rank, "_gather_upcoming")
 def _gathers_by_memory(self: Rank) -> None:
     while (row := self._gathering.next_to_gather([self.rows[unit] for unit in self.cycle.upcoming])) is not None:
         if row.residency is _STORED:
             return
         self._pin(row)
-        self._gathering.look_ahead(row)
+        self._gathering.gather_early(row)
 
 
 @_mutant("what comes next is judged by what this rank's memory holds", Scheduler, "_use")
