@@ -146,7 +146,7 @@ class UpdatePipeline:
     ) -> frozenset[int]:
         """Return the indices of the tiles whose update could be rolled back, see `Rollback.reversible_tiles`.
 
-        Without any if `before_update` is set: it must see a unit's tiles in order, and the other tiles come later.
+        Empty if `before_update` is set: it must see a unit's tiles in order, and a speculative update may skip some.
         """
         if self.before_update is not None:
             return frozenset()

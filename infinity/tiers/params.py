@@ -42,7 +42,7 @@ from infinity.tiers.weight_files import WeightFiles
 
 
 class Params:
-    """Copies of every unit's parameters. One thread at a time drives it; the optimizer's calls `UnitParams.write`.
+    """Copies of every unit's parameters. The optimizer's thread calls `UnitParams.write`, one thread all the rest.
 
     Args:
         homes: home of each unit: DEVICE if it is always resident, else the memory to which it is evicted.
@@ -52,11 +52,12 @@ class Params:
         files: existing files that contain homes.
         device: None if the model computes on the memory that updates change (a CPU, and one rank for each unit).
         written_through: whether every unit that is not in files has a double-buffered copy on NVMe.
-        double_buffered_numel: elements of a tile, if units whose home is NVMe are double-buffered; else 0.
+        double_buffered_numel: 0 if units whose home is NVMe are not double-buffered; else the elements of a tile,
+            because each tile of a unit is written as a whole to one of its two slots.
 
     Attributes:
         is_double_buffered: whether units whose home is NVMe are double-buffered.
-        writes_every_update: whether every change of an update is written.
+        writes_every_update: whether every update is written to NVMe, for crash consistency.
         ledger: counts device memory for units that are fetched and evicted.
         passing: units that are being fetched to the device through host memory, oldest first. The HOST copy of each is
             pinned.
@@ -87,13 +88,13 @@ class Params:
         self._counters = counters
         self._device = device
         self._spare = SparePages()
-        by = Carriers(swap, WeightFiles() if files is None else files, device, counters, self._spare)
+        carriers = Carriers(swap, WeightFiles() if files is None else files, device, counters, self._spare)
         units = []
         for index, (spec, home) in enumerate(zip(specs, homes, strict=True)):
             lease = arena.lease(spec.shard_nbytes) if home is Memory.HOST else None
             extent: Extent | SlotExtent | None = None
             if home is Memory.FILE:
-                extent = by.files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
+                extent = carriers.files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
             elif (
                 double_buffered_numel
                 and spec.shard_nbytes
@@ -102,7 +103,7 @@ class Params:
                 extent = swap.reserve_slots(spec.shard_nbytes, spec.bounds(double_buffered_numel))
             elif home is Memory.NVME:
                 extent = swap.reserve(spec.shard_nbytes)
-            units.append(UnitParams(index, spec, home, lease, extent, by))
+            units.append(UnitParams(index, spec, home, lease, extent, carriers))
         self.units = tuple(units)
         self._leaving: list[UnitParams] = []  # whose staging memory is still touched by a move
 
@@ -135,7 +136,7 @@ class Params:
         """End `create`: write or upload the new values, and block until this is done."""
         each.field.end_write(each.update_memory)
         if each.update_memory is Memory.HOST:
-            if each.home > Memory.HOST:
+            if each.home > Memory.HOST:  # on the device
                 each.order_behind(each.start_upload())
             each.write_home()
             self._leave_host(each)
@@ -159,22 +160,22 @@ class Params:
 
     # Fetch and evict #
 
-    def fetch_start(self, each: UnitParams, priority: Priority, *, updated: bool = False) -> None:
+    def fetch_start(self, each: UnitParams, priority: Priority, *, for_update: bool = False) -> None:
         """Start a fetch for which the ledger has room: STORED -> FETCHING.
 
         The unit stays STORED if it must pass through host memory and updates use all staging memory.
 
         Args:
-            updated: an update needs the values in host memory, so the fetch must go through it.
+            for_update: an update needs the values in host memory, so the fetch must go through it.
         """
-        direct = None if self._device is None or updated or len(each.spec.pieces) > 1 else self._device.direct
-        reads = each.home < Memory.HOST and each.update_memory is Memory.DEVICE
+        direct = None if self._device is None or for_update or len(each.spec.pieces) > 1 else self._device.direct
+        reads_to_device = each.home < Memory.HOST and each.update_memory is Memory.DEVICE  # from NVMe or a file
         reads_past_host = each.home is Memory.NVME and direct is not None
-        if not (reads or reads_past_host or each.home is Memory.SHARD or self._stage(each)):
+        if not (reads_to_device or reads_past_host or each.home is Memory.SHARD or self._stage(each)):
             return
         with self.critical:
             self._allocate(each)
-            if reads:
+            if reads_to_device:
                 each.read(Memory.DEVICE, priority)
             elif reads_past_host:
                 assert direct is not None
@@ -189,11 +190,11 @@ class Params:
                 each.field.expect(Memory.DEVICE)
 
     def _fetch_from_shard(self, each: UnitParams) -> None:
-        """Copy the SHARD to allocated memory. If an interrupt cuts this short, roll the hand-over back."""
+        """Copy the SHARD to the unit's allocated memory. After an interrupt, free the memory if it is not used yet."""
         try:
             each.copy_shard_to_tensor()
         except BaseException:
-            if each.compute_copy.state is State.ABSENT:  # nothing but the compute stream has the memory
+            if each.compute_copy.state is State.ABSENT:  # a queued copy may use it, but reuse is ordered behind that
                 self._free(each)
                 self.critical.note_rollback()
             raise
@@ -235,7 +236,7 @@ class Params:
         try:
             each.wait(move)
         except BaseException:
-            if each.field.arriving(memory) is None:  # the move failed; an interrupt of the wait leaves it running
+            if each.field.arriving(memory) is None:  # the move failed; an interrupted wait leaves it arriving
                 if each in self.passing:
                     each.field.give_up(Memory.DEVICE)
                     self._end_fetch(each)
@@ -258,7 +259,7 @@ class Params:
         self.await_update(each)
         assert each.spec.offloaded
         with self.critical:
-            if not each.field.drop(Memory.DEVICE):  # an exception interrupted a read access
+            if not each.field.drop(Memory.DEVICE):  # a copy from it goes on, because its wait was interrupted
                 for move in list(each.compute_copy.moves):
                     move.wait(self._counters)
                 each.field.gone(Memory.DEVICE)
@@ -286,7 +287,10 @@ class Params:
         self._finish(each, each.update_memory)
 
     def end_pass(self) -> None:
-        """End the backward pass. From now on, other code than updates may change units."""
+        """End the backward pass: later downloads wait for all queued work, see [Note: downloads] in unit_params.py.
+
+        Until here, only updates have changed units, after their gradients were computed.
+        """
         for each in self.units:
             each.download_after = None
 
@@ -305,7 +309,7 @@ class Params:
         return each.field.begin_write(each.update_memory)
 
     def begin_update(self, each: UnitParams) -> tuple[Move, ...]:
-        """Like `begin_change`, for an update: from now on the device must not use the old values."""
+        """Like `begin_change`, for an update: the model has hidden the old values, see [Note: uploads] in unit_params.py."""
         if self._device is not None:
             each.upload_after = self._device.link.mark()
         return self.begin_change(each)
@@ -348,7 +352,7 @@ class Params:
     def _update_tensor(self, each: UnitParams) -> None:
         """Copy a changed SHARD to its place in the unit's tensor, if the unit is on the device."""
         if each.field.state(Memory.DEVICE) is not State.ABSENT:
-            each.await_shard_copy()
+            each.await_shard_copy()  # that of the fetch, if it has not ended
             each.copy_shard_to_tensor()
             each.await_shard_copy()
 
@@ -389,9 +393,9 @@ class Params:
             self._swap.slots.next_epoch()
 
     def roll_back(self, each: UnitParams) -> None:
-        """Roll back the unit's last change. `UnitParams.can_roll_back` was True before it. No move may be in flight.
+        """Roll back the unit's last change, before which `UnitParams.can_roll_back` was True.
 
-        The copy on the device is old from now on, and may be evicted.
+        No move may be in flight. The copy on the device is old from now on, and may be evicted.
 
         Raises:
             StorageError: the old values cannot be read.
@@ -404,7 +408,7 @@ class Params:
             each.wait(each.read(Memory.HOST, Priority.DEMAND))
 
     def close(self) -> None:
-        """Free all memory, once no copy over the link touches it. No other transfer may be in flight."""
+        """Wait for copies over the link, and free all memory. No other transfer may be in flight."""
         if self._device is not None and self._device.direct is not None:
             self._device.direct.close()
         for each in self.units:
@@ -415,9 +419,9 @@ class Params:
     # Device memory #
 
     def _allocate(self, each: UnitParams) -> None:
-        """Allocate memory for the unit's tensor, see [Note: stable storage].
+        """Allocate memory for the unit's tensor, see [Note: stable storage] in unit_params.py.
 
-        This is a part of the hand-over to the unit's copy. If there is no memory, the hand-over is rolled back.
+        Called in the critical section that begins the unit's copy. If there is no memory, nothing has begun.
         """
         if each.spec.offloaded:
             self.ledger.take(each.spec.nbytes, each.spec.name)
@@ -453,7 +457,7 @@ class Params:
                 self._finish_leaving(self._leaving[0])
                 each.lease = staging.try_lease(each.spec.shard_nbytes)
         elif each.field.state(Memory.HOST) is State.LEAVING and each.home > Memory.HOST:
-            self._finish_leaving(each)  # the copy on the device may have changed since
+            self._finish_leaving(each)  # not kept: an update on the device may have changed its home since
             return self._stage(each)
         elif each.field.state(Memory.HOST) is State.LEAVING:
             each.field.keep(Memory.HOST)  # its values are still in memory

@@ -54,7 +54,7 @@ class Executor:
         in_flight: runs the updates.
         pipeline: the optimizer's queue.
         cycle: the recorded uses and the plan.
-        advice: returns which setting to raise to have this many more bytes for parameters.
+        advice: takes a number of bytes, and returns a sentence that names the setting to raise by it.
         ranks: the ranks among which units are sharded.
 
     Attributes:
@@ -121,7 +121,7 @@ class Executor:
                 row.views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
-                self._params.critical.mark_interrupted()  # an update may have failed, and nothing runs it again
+                self._params.critical.mark_interrupted()  # an update that failed is not run again: poison the engine
             for row in rows:
                 row.params.compute_copy.unpin()
             self._end_uses(entered)
@@ -138,7 +138,7 @@ class Executor:
         return action is not None
 
     def gather_preceding(self, row: Unit | None = None) -> None:
-        """Gather the units that precede this one in the order of all ranks; with None, all that are stale."""
+        """Gather the units that all ranks gather before this one; with None, before another collective."""
         for other in self.gathering.preceding(row):
             self._do(actions.ParametersNeeded(other))
             self.gathering.gather(other)
@@ -184,7 +184,7 @@ class Executor:
             self._params.fetch_wait(row.params)
 
     def _evict(self, row: Unit) -> None:
-        if row.params.is_dirty():  # rare: if the plan evicts a unit after its update, the update writes it home
+        if row.params.is_dirty():  # rare: the update of a unit that the plan evicts has written it home
             with self._in_host_memory(row):
                 row.params.write_home()
         row.views.hide()
@@ -270,8 +270,8 @@ class Executor:
         """Submit a speculative update of the tiles that can be rolled back. Return False if there are none.
 
         Args:
-            may_drop_grads: whether the norm of the gradients is computed. Their memory may then be freed, if the engine
-                can reconstruct them for a rollback or for a user.
+            may_drop_grads: whether the memory of the gradients may be freed, if they can be reconstructed. Their norm
+                must be known: after that, only a rollback or a user needs them.
         """
         before, row.foreseen = row.ahead, Foreseen(segments, may_drop_grads)
         try:
@@ -284,7 +284,7 @@ class Executor:
         """Commit the speculative update, which changed these parameters. The update of its other tiles is due now."""
         row.views.mark_stale(indices)
         self.speculation.commit(row)
-        if row.ticket is None:
+        if row.ticket is None:  # finished already, but its new values were not to be shown before the commit
             self.in_flight.finished.append(row)
         if row.residency is not Residency.STORED:
             self._do(actions.UpdateDue(row))
@@ -307,7 +307,7 @@ class Executor:
                 self._do(actions.OldParametersNeeded(row))
         to_fetch = [row for row in ahead if row.residency is Residency.STORED and self.speculation.needs_memory(row)]
         at_hand = [row for row in ahead if row not in to_fetch]
-        with self._params.critical:  # until every newer copy in memory is dropped
+        with self._params.critical:  # until no copy in memory has values that were rolled back
             stale = self.speculation.roll_back(at_hand, self.free_gradients, grads=grads)
             self._spill_early()
             for row in to_fetch:  # one by one: there may not be room for all of them
@@ -319,7 +319,7 @@ class Executor:
                 if row in stale:
                     self._do(actions.ParametersStale(row))
                 else:
-                    self._show_at_rest(row)  # a backward pass through an earlier graph enters no such unit
+                    self._show_at_rest(row)  # now: a backward pass through an older graph may read it without `enter`
 
     def roll_back_all(self, *, grads: bool = True) -> bool:
         """Roll back all speculative updates. Return whether there were any."""
@@ -328,12 +328,12 @@ class Executor:
         return bool(rows)
 
     def prepare_for_gradients(self, row: Unit) -> None:
-        """Prepare for new gradients of the unit: its speculative update, if any, will be rolled back.
+        """Block until no update needs the unit's present gradients, and they can be added to.
 
-        Block until that update is finished, and restore its gradients. If another update has ended, also retry
-        actions that wait for memory.
+        A speculative update will be rolled back, so its gradients are restored. If another update has ended, also
+        retry actions that wait for memory.
         """
-        if row.due is not None:  # the last step's still needs its gradients; ranks also sum zeros of unused units
+        if row.due is not None:  # the last step's: this pass has not used the unit, but ranks sum its zeros, too
             self._do(actions.ParametersNeeded(row))
         if row.ahead is not None:
             self.speculation.mark_for_rollback(row, self.free_gradients)
@@ -356,7 +356,7 @@ class Executor:
             self._do(actions.GradientsPause())
 
     def _spill_early(self) -> None:
-        """If a speculative update has returned gradients, spill the oldest gradients early."""
+        """Let the scheduler spill early, if the gradients of a speculative update may spill again."""
         if self.in_flight.gradients_may_spill:
             self.in_flight.gradients_may_spill = False
             self._do(actions.GradientsPause())
@@ -393,7 +393,7 @@ class Executor:
                 self._show_at_rest(row)
 
     def _show_at_rest(self, row: Unit) -> None:
-        """Show the unit's values, unless its next use does."""
+        """Show the unit's values, unless it can be evicted: then its next use shows them."""
         if self._is_evictable(row):
             return
         if row.params.residency is Residency.RESIDENT and self.gathering.is_whole(row):
@@ -428,8 +428,8 @@ class Executor:
         while self.in_flight.finish_one():
             pass
         self.poll()
-        for state in self._scheduler.in_memory:
-            self._hide_if_evictable(self.units[state.index])
+        for row in self._scheduler.in_memory:
+            self._hide_if_evictable(self.units[row.index])
 
     def move_states(self, unit: int, *, to_device: bool) -> None:
         """Move the unit's optimizer states to the device (`to_device`), or back. No update may be unfinished.
@@ -465,7 +465,7 @@ class Executor:
         All ranks call this together.
         """
         self.roll_back(row)
-        self.gathering.drop_ahead()  # the model's pass may be running
+        self.gathering.drop_ahead()  # the early gathers of a running pass may leave no room
         row.params.compute_copy.pin()
         try:
             self._do(actions.ParametersNeeded(row))
@@ -481,7 +481,7 @@ class Executor:
     def resident(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield this rank's shard of the unit in host memory, up to date and read only, while the context lasts."""
         self.roll_back(row)
-        row.views.check()  # values that `param.data = values` has set
+        row.views.check()  # first stores values that the user has set with `param.data = values`
         row.params.compute_copy.pin()
         try:
             self._do(actions.ParametersNeeded(row))
@@ -517,7 +517,7 @@ class Executor:
             StorageError: values cannot be read; some have been replaced by then.
         """
         for row in self.units:
-            if row.params.has_nvme_copy:  # units that are read from the user's files have no values on NVMe
+            if row.params.has_nvme_copy:
                 with self.changing(row):
                     row.params.read_found()
         self._pipeline.take_over()

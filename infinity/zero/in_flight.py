@@ -26,7 +26,7 @@ class InFlight:
 
     Attributes:
         finished: units whose updates are finished; the reader removes them.
-        gradients_may_spill: whether a speculative update has ended and returned its gradients, which may spill now; the
+        gradients_may_spill: whether a speculative update has stopped using its gradients, so that they may spill; the
             reader resets it.
     """
 
