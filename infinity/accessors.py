@@ -12,8 +12,8 @@ from infinity.config import Config, Precision
 from infinity.errors import InfinityError
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.build import Runtime
-from infinity.zero.gathered import Place
 from infinity.zero.launch import launch_of
+from infinity.zero.param_access import Place
 from infinity.zero.step import Step
 
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -29,10 +29,10 @@ from infinity.telemetry import Monitor, StepStats
 from infinity.telemetry.status import Publisher
 from infinity.zero.build import Runtime
 from infinity.zero.drivers import LossFn, call, driven, loss_of, train_layer_major
-from infinity.zero.gathered import Place, check_room, claim, disclaim, newest_values, views_of
 from infinity.zero.grad_placeholders import GradPlaceholder
 from infinity.zero.guards import Guards
 from infinity.zero.materialize import rebuild
+from infinity.zero.param_access import Place, check_room, claim, disclaim, newest_values, views_of
 from infinity.zero.phases import Phase
 from infinity.zero.status import publisher_of
 from infinity.zero.step import USE_TRAIN_BATCH, Step

@@ -39,13 +39,13 @@ from infinity.zero.agreement import (
 )
 from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.compiled import refuse_cuda_graphs, unwrapped
-from infinity.zero.gathered import check_unowned
 from infinity.zero.initial_values import InitialValues, WeightSource, is_placeholder
 from infinity.zero.leaf_modules import apply_leaf_modules
 from infinity.zero.materialize import materialize, resident_first, stored_values
 from infinity.zero.meta import InitFunction
 from infinity.zero.model_parts import has_numbers, local_part, model_parts
 from infinity.zero.outside_units import OutsideUnits
+from infinity.zero.param_access import check_unowned
 from infinity.zero.ranks import Ranks, is_first_process, join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
 

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from infinity.engine import Engine
 from infinity.telemetry.monitor import tier_costs, tier_peaks
-from infinity.zero.gathered import owner_of
+from infinity.zero.param_access import owner_of
 
 
 def report_tiers(trainer: Any) -> None:

@@ -309,7 +309,7 @@ class Params:
         return each.field.begin_write(each.update_memory)
 
     def begin_update(self, each: UnitParams) -> tuple[Move, ...]:
-        """Like `begin_change`, for an update: the model has hidden the old values, see [Note: uploads] in unit_params.py."""
+        """Like `begin_change`, for an update. The model has hidden the old values, see [Note: uploads]."""
         if self._device is not None:
             each.upload_after = self._device.link.mark()
         return self.begin_change(each)

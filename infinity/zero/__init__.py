@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_live,
     )
     from infinity.zero.construction import Init
-    from infinity.zero.gathered import GatheredParameters
+    from infinity.zero.param_access import GatheredParameters
     from infinity.zero.tiling import TiledLinear
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _HOMES = dict.fromkeys(__all__, "infinity.integrations.deepspeed.estimates") | {
-    "GatheredParameters": "infinity.zero.gathered",
+    "GatheredParameters": "infinity.zero.param_access",
     "Init": "infinity.zero.construction",
     "TiledLinear": "infinity.zero.tiling",
 }

@@ -29,10 +29,10 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError
 from infinity.zero.build import Runtime
-from infinity.zero.gathered import Loan, Owner, Place, by_unit, check_room, unit_values, views_of
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_reads import GraphPosition, leaves_read_since
 from infinity.zero.outside_units import narrow_statistics
+from infinity.zero.param_access import LentParams, Owner, Place, by_unit, check_room, unit_values, views_of
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ class Guards:
         self._moves = any(spec.offloaded for spec in runtime.sizing.specs)
         self._saving = False
         self._copying = False
-        self._loading: list[tuple[nn.Module, Loan]] = []
+        self._loading: list[tuple[nn.Module, LentParams]] = []
         self._may_train = may_train
         self._shape = _Shape(model, may_train)
         self._handles = self._drop_gradients_left_out()
@@ -145,7 +145,7 @@ class Guards:
         loan = None
         if self._moves:
             divided = any(is_distributed(place.param) for place in places)
-            loan = Loan(self._runtime, places, what, None if divided else _CPU)
+            loan = LentParams(self._runtime, places, what, None if divided else _CPU)
         else:
             self._make_whole(places)
         self._saving = True
@@ -211,7 +211,7 @@ class Guards:
                     "initialize, or with engine.load_checkpoint"
                 )
             what = "load_state_dict", "free some, or use engine.load_checkpoint"
-            loan = Loan(owner.begin_gathering(what[0], stores=True), places, what)
+            loan = LentParams(owner.begin_gathering(what[0], stores=True), places, what)
         except BaseException:
             self._end_loading()
             raise

@@ -7,7 +7,8 @@ layer-major micro-batches, a pipeline's schedule, and a plain `loss.backward()`.
 Ctrl-C can come between any two lines, also within `except` and `finally`, so no state may depend on reaching a line.
 The running pass is stored in `_pass`. If the next operation finds a pass there, it was interrupted, and is then
 aborted. A due update cannot be rolled back. So if the next operation finds phase UPDATE, or finds that only some units
-of a step are updated, the engine is poisoned (FAILED). The counts change by one assignment.
+of a step are updated, the engine is poisoned (FAILED). All counts of a step change in one assignment, so that an
+interrupt leaves either the old ones or the new ones.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ _log = logging.getLogger(__name__)
 
 
 class StepKeeper(Protocol):
-    """Keep every finished step on NVMe."""
+    """Commits every finished step on NVMe, for `tiering.crash_consistent`."""
 
     def before_updates(self) -> None:
-        """Called before updates begin. They must not overwrite values of the last step that are not kept yet."""
+        """Called before updates begin. Blocks until the last step is committed, whose values they overwrite."""
 
     def step_over(self) -> None:
         """Called when a step is over; its updates may still be running."""
 
     def commit_if_computed(self) -> None:
-        """Keep the last step, if all of its updates are computed. Cheap to call often."""
+        """Commit the last step, if all of its updates are computed. Cheap to call often."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Step(Listener):
         last: results and costs of the last step.
         lr_scheduler: stepped after every update that was not skipped, if there is one.
         layer_major: runs micro-batches through the blocks together, if configured.
-        keeper: keeps every step on NVMe, if configured.
+        keeper: commits every step on NVMe, if configured.
         at_end: called at the end of each step, if set.
         all_units: the rows of all units.
         forward_end: where in the graph the last forward pass ended.
@@ -346,7 +347,7 @@ class Step(Listener):
         self._pass = None
 
     def _meet_ranks(self, why: str) -> None:
-        """Gather all units that are due on all ranks, before a collective outside of the forward pass."""
+        """Gather all stale units on all ranks, because another collective follows the forward pass: `why`, in words."""
         with self.stopped_by_failures():
             self._executor.gather_preceding()
             self._ranks.path.mark(why)
@@ -363,7 +364,7 @@ class Step(Listener):
 
     @contextmanager
     def running(self, phase: Phase) -> Iterator[None]:
-        """Record a pass over the model for telemetry; an evaluation is no phase of a training step."""
+        """Record a pass over the model in the telemetry. An evaluation is not counted among the phases of a step."""
         with ExitStack() as around:
             if phase is not Phase.EVALUATION:
                 around.enter_context(self._runtime.counters.phase(phase.value))
@@ -452,7 +453,8 @@ class Step(Listener):
     def _open_direct(self, arriving: nn.Parameter | None = None) -> None:
         """Open a backward pass that the user has started with `loss.backward()` or another use of the graph.
 
-        Autograd calls `_close_direct` at the end of the pass. If the pass fails, it does not, so the pass stays open.
+        Autograd calls `_close_direct` at the end of the pass, but not if the pass fails. The next operation then finds
+        the pass in `_pass` and aborts it.
 
         Args:
             arriving: the parameter whose gradient is the first event of the pass.
@@ -549,12 +551,12 @@ class Step(Listener):
         if self._pass is not None and self._pass.scope is not None:
             self._pass.scope.close()
         self._ranks.path.give_up()
-        if isinstance(error, DivergedError):  # gathered units may mix values of several units, and some never arrive
+        if isinstance(error, DivergedError):  # a gather may have mixed the values of several units, or never end
             self.hooks.abandon()
             self.gradients.source.clear()
             self.fail(error)
             return
-        if self._pass is None or self._pass.phase is Phase.BACKWARD:
+        if self._pass is None or self._pass.phase is Phase.BACKWARD:  # None: `open_backward` failed
             self._pass_failed = True
             self.gradients.source.clear()
             self._runtime.params.end_pass()
@@ -604,9 +606,9 @@ class Step(Listener):
             self._go(Phase.IDLE)
 
     def drop_failed(self) -> None:
-        """Drop the gradients of the step if a backward pass failed.
+        """Drop the gradients of a failed backward pass, because the model's `zero_grad` was called.
 
-        The removal of placeholders shows a `zero_grad` in other cases, but a failed pass leaves no placeholders.
+        In other cases the next operation notices that the placeholders are gone. A failed pass has left none.
         """
         if self._pass_failed:
             self.drop()
@@ -686,7 +688,10 @@ class Step(Listener):
             self._add(self.gradients.source.leave(unit))
 
     def _add(self, addends: Iterator[Addend]) -> None:
-        """Add gradients in the order of their arrival. Updates begin after the same collectives on all ranks."""
+        """Add gradients in the order of their arrival.
+
+        With several ranks, each comes from a collective, and updates begin between the same two collectives on all.
+        """
         for addend in addends:
             self.updates.add(addend)
             if self.gradients.all_come(addend.unit):

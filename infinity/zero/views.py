@@ -223,17 +223,17 @@ class UnitViews:
         self._lent.pop(index, None)
         self._of_model.lent_params.discard(id(self._parameters[index]))
 
-    def keeps(self, index: int) -> None:
+    def mark_stored(self, index: int) -> None:
         """Record that the tiers have the current values of the lent parameter."""
         sums = None if self._lent[index].sums is None else _sums(self.values(index))
         self._lent[index] = _Lent(version_of(self._parameters[index]), sums)
 
     def changed(self, index: int) -> bool:
-        """Whether an operation has written to the lent parameter since `lend` or `keeps`. Misses writes to `.data`."""
+        """Whether an operation has written to the lent parameter since `lend` or `mark_stored`. Misses writes to `.data`."""
         return version_of(self._parameters[index]) != self._lent[index].version
 
     def rewritten(self, index: int) -> bool:
-        """Whether the values of the lent parameter have changed since `lend` or `keeps`; False if it is not watched."""
+        """Whether the values of the lent parameter have changed since `lend` or `mark_stored`; False if it is not watched."""
         sums = self._lent[index].sums
         return sums is not None and not torch.equal(_sums(self.values(index)), sums)
 

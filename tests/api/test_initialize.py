@@ -17,8 +17,8 @@ from torch import nn
 
 import infinity
 from infinity.zero.executor import Executor
-from infinity.zero.gathered import claim
 from infinity.zero.meta import construct_on_meta
+from infinity.zero.param_access import claim
 from infinity.zero.partition import ParamInfo, UnitLayout
 from tests.behaviour.disks import FailingDisk, swap_on
 from tests.behaviour.ranks import run_ranks

@@ -179,7 +179,7 @@ def test_a_model_that_was_trained_is_given_to_another_engine(stage, caplog, monk
     with torch.no_grad():
         seen = first(x)
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.zero.gathered.free_bytes", lambda device: 0)
+        patch.setattr("infinity.zero.param_access.free_bytes", lambda device: 0)
         with pytest.raises(infinity.CapacityError, match="save the model first"):
             initialize(model=model, config=config)
     with torch.no_grad():

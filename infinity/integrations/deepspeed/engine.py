@@ -33,8 +33,8 @@ from infinity.integrations.deepspeed.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from infinity.optim.adamw import AdamW
 from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
-from infinity.zero.gathered import owner_of
 from infinity.zero.leaf_modules import get_z3_leaf_modules
+from infinity.zero.param_access import owner_of
 
 _UNSYNCHRONISED = SimpleNamespace(
     enabled=True, synchronized=False

@@ -29,7 +29,7 @@ from infinity.integrations.deepspeed.values import (
     safe_get_local_optimizer_state,
 )
 from infinity.memory import free_bytes
-from infinity.zero.gathered import GatheredParameters, owner_of
+from infinity.zero.param_access import GatheredParameters, owner_of
 from infinity.zero.partition import Partition
 from infinity.zero.ranks import join_ranks, world_size
 

@@ -21,7 +21,7 @@ from infinity.integrations.deepspeed.values import safe_get_full_grad, safe_get_
 from infinity.optim.kinds import ADAM, OptimizerKind
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizer import ParamsOrGroups, TieredOptimizer
-from infinity.zero.gathered import owner_of
+from infinity.zero.param_access import owner_of
 
 DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], LRScheduler]

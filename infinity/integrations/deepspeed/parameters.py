@@ -28,8 +28,8 @@ from infinity.integrations.deepspeed.live_views import part_numel, part_of_built
 from infinity.integrations.deepspeed.misuse import ModifiedError
 from infinity.zero.construction import Init as InFiles
 from infinity.zero.construction import convert
-from infinity.zero.gathered import GatheredParameters as Gathered
-from infinity.zero.gathered import has_values, owner_of
+from infinity.zero.param_access import GatheredParameters as Gathered
+from infinity.zero.param_access import has_values, owner_of
 from infinity.zero.ranks import join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
 from infinity.zero.views import version_of

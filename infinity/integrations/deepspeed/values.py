@@ -17,7 +17,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.kernels import load_moment, store_moment
 from infinity.optim.formats import read_master, write_master
 from infinity.zero.build import Runtime
-from infinity.zero.gathered import Place, owner_of
+from infinity.zero.param_access import Place, owner_of
 from infinity.zero.partition import ParamPart
 
 

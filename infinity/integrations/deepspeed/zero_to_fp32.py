@@ -16,7 +16,7 @@ from infinity.checkpoint.format import FROZEN_FIELD, MASTER_FIELD, read_manifest
 from infinity.checkpoint.stored import StoredReader, check_files
 from infinity.config import parse_size
 from infinity.errors import CheckpointError, ConfigError
-from infinity.zero.gathered import owner_of
+from infinity.zero.param_access import owner_of
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -1,10 +1,9 @@
-"""Read and change parameters whose home is a lower tier.
+"""Access of user code to parameters: which engine owns a parameter, and how its values are read and changed.
 
 [Note: lent parameters]
-The parameters that a user reads may exceed the budget for parameters. They cannot be in their units' memory, because
-fetching one unit would evict another. So such a parameter is *lent*: it gets a copy in memory of its own, outside of
-every budget, until it is taken back, even if its unit is evicted. Before anything is read, the free memory is checked;
-the error names the parameters.
+Parameters that a user reads at once may exceed the budget for parameters: fetching the unit of one would evict the unit
+of another. So such a parameter is *lent*: until it is taken back, it points at a copy outside of every budget, which
+stays even if its unit is evicted. Before anything is read, the free memory is checked; the error names the parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 class Owner(Protocol):
-    """The methods of an engine that functions outside of the training loop call."""
+    """An engine, as code outside of the training loop sees it."""
 
     @property
     def module(self) -> nn.Module:
@@ -51,9 +50,10 @@ class Owner(Protocol):
         """Finish pending updates, because `what` reads the parameters."""
 
     def begin_gathering(self, what: str, *, stores: bool) -> Runtime:
-        """Finish pending updates, because `what` reads parameters, or also changes them (`stores`).
+        """Finish pending updates, because `what` reads parameters. Return the engine's runtime.
 
-        Return the engine's runtime.
+        Args:
+            stores: whether it also changes them.
         """
 
     def lends(self, place: Place) -> bool:
@@ -68,7 +68,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """The position of a parameter's values: which parameter of which unit."""
+    """Where a parameter's values are: in which unit, and at which index of it."""
 
     param: nn.Parameter
     unit: UnitLayout
@@ -79,8 +79,8 @@ class Place:
         return self.unit.params[self.index]
 
 
-# By identity of the parameter, because tensors compare element by element. An identity may be reused: the reference
-# shows whether the parameter still exists.
+# By `id` of the parameter, because tensors compare element by element. An id may be reused after its parameter is
+# freed, which the weak reference shows.
 _owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner], UnitLayout, int]] = {}
 
 
@@ -154,16 +154,16 @@ def unit_values(
 def newest_values(
     runtime: Runtime, model: nn.Module, synchronize: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield copies of all parameters in host memory, in the model's order. At most one unit is read ahead.
+    """Yield copies of all parameters in host memory, by name, in the model's order. A unit's are copied together.
 
-    Parameters of integers or other codes are included. No unit stays pinned between two values, so the caller may stop
-    early.
+    Parameters that belong to no unit (integers and other codes) are included. No unit stays pinned between two values,
+    so the caller may stop early.
     """
     runtime.together("engine.named_parameters()")
     places = {info.name: (unit, index) for unit in runtime.partition.units for index, info in enumerate(unit.params)}
-    rank = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    position = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     coded = codes(model)  # they belong to no unit
-    names = sorted((*places, *coded), key=lambda name: rank.get(name, len(rank)))
+    names = sorted((*places, *coded), key=lambda name: position.get(name, len(position)))
     for number, neighbours in groupby(names, key=lambda name: places[name][0].index if name in places else None):
         if number is None:
             for name in neighbours:
@@ -181,10 +181,10 @@ def newest_values(
             yield unit.params[index].name, values.pop()
 
 
-class Loan:
+class LentParams:
     """Parameters of one engine that are lent until `end`, see [Note: lent parameters].
 
-    A parameter that is already lent is left to the outer loan. All ranks lend together.
+    A parameter that is already lent is not lent again, and stays lent after `end`. All ranks lend together.
 
     Args:
         device: where the copies are; by default on the compute device.
@@ -214,7 +214,7 @@ class Loan:
                 unit = group[0].unit
                 values = unit_values(runtime, unit, [place.index for place in group], device)
                 for place, copy in zip(group, values, strict=True):
-                    self._lent.append(place)  # first: an interrupt must leave none lent
+                    self._lent.append(place)  # before `lend`: after an interrupt, `end` must find it
                     views_of(runtime, place).lend(place.index, copy, watched=watched)
         except BaseException:
             self.end()
@@ -230,7 +230,7 @@ class Loan:
             values = place.param.data.detach().reshape(-1).cpu()
             self.runtime.ranks.broadcast(values, source)
             _write_back(values, self.runtime, place.unit, place.info)
-            views_of(self.runtime, place).keeps(place.index)
+            views_of(self.runtime, place).mark_stored(place.index)
 
     def changed(self, model: nn.Module) -> Iterator[str]:
         """Yield the names of this loan's parameters that were changed and not stored.
@@ -255,7 +255,7 @@ class Loan:
             for part in self.runtime.partition.parts(place.unit, of=place.info):
                 known = flat[part.shard].float()
                 error = values[part.param].float() - known
-                # the rounding error if the adapter's part is twenty times the weight
+                # 8 eps: merging and unmerging an adapter of twenty times the weight leaves less
                 if error.norm() > 8 * torch.finfo(flat.dtype).eps * known.norm():
                     return False
         return True
@@ -308,8 +308,8 @@ class GatheredParameters:
     the end, and the float32 masters of the changed elements follow. After an exception on any rank, nothing is stored.
     Parameters that no engine owns are left alone. Contexts may be nested: the outer one keeps its parameters gathered.
 
-    At stages 0 to 2 without a `modifier_rank`, parameters stay where they are. Writes to them have the same effect as
-    outside of the context.
+    At stages 0 to 2 without a `modifier_rank`, parameters are not copied: a write to one has the same effect as outside
+    of the context.
 
     You can compute a loss in the context: its graph keeps the values that backward needs.
 
@@ -331,7 +331,7 @@ class GatheredParameters:
             raise ConfigError(f"GatheredParameters: modifier_rank is {modifier_rank!r}; give a rank's number, or None")
         self._params = _several(params) if enabled else []
         self._modifier_rank = modifier_rank
-        self._loans: list[Loan] = []
+        self._loans: list[LentParams] = []
         self._models: list[nn.Module] = []  # the model of each loan
         self._saving = ExitStack()
 
@@ -355,18 +355,18 @@ class GatheredParameters:
     def _begin(self, by_owner: Mapping[int, tuple[Owner, list[Place]]]) -> None:
         what = "GatheredParameters", "gather fewer of them at a time"
         for owner, places in by_owner.values():
-            looks = self._modifier_rank is None
-            runtime = owner.begin_gathering(what[0], stores=not looks)
+            reads_only = self._modifier_rank is None
+            runtime = owner.begin_gathering(what[0], stores=not reads_only)
             size = runtime.ranks.size
             if self._modifier_rank is not None and not 0 <= self._modifier_rank < size:
                 raise ConfigError(
                     f"GatheredParameters: modifier_rank is {self._modifier_rank}, and there are {size} ranks: give "
                     f"one from 0 to {size - 1}"
                 )
-            if looks and runtime.executor.views.writable:
+            if reads_only and runtime.executor.views.writable:
                 places = _show(runtime, places)
             self._models.append(owner.module)
-            self._loans.append(Loan(runtime, places, what, watched=looks))
+            self._loans.append(LentParams(runtime, places, what, watched=reads_only))
         if any(owner.awaits_backward for owner, _ in by_owner.values()):
             # Autograd would save the parameter itself, whose values change at the end of the context.
             self._saving.enter_context(
@@ -426,7 +426,7 @@ def _several(params: Any) -> list[nn.Parameter]:
 
 
 def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:
-    """Show the newest values of parameters that stay in memory. Return the parameters that must be lent."""
+    """Show the newest values of the parameters that need not be lent, and return those that must be lent."""
     lent = []
     for group in by_unit(places).values():
         unit = group[0].unit
