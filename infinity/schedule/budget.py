@@ -4,11 +4,11 @@ If the compute device is the CPU, one budget pays for everything. If the device 
 pays for the tensors that the model computes on and for the gradients that are collected next to them. The host's budget
 pays for everything else.
 
-Traffic that one byte in memory saves in a training step (`split` format): a parameter that stays is neither read twice
-nor written back (6 bytes for 2), a tile of optimizer states is neither read nor written (20 bytes for 10). So
-parameters come before states. Before both come the gradients of a second unit, with which computation and update
-overlap: without them, the drive is idle while the next unit is computed, and the computation waits while that unit is
-updated.
+The traffic that memory saves in a step decides the order. In the `split` format, a parameter that stays in memory has
+2 bytes, and saves two reads (forward and backward) and one write: 3 bytes of traffic for each byte of memory. Its
+states have 10 bytes, and save one read and one write: 2 for each byte. So parameters come before states. Before both
+come the gradients of a second unit, so that computation and update overlap. Without them, the drive would be idle while
+the next unit is computed, and the computation would wait while that unit is updated.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _RING_SHARE = 16  # tiles in flight take at most 1/16 of the capacity, unless th
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """For each part of a memory: the minimum, and the most bytes that are of use.
+    """For each part of a memory: the fewest bytes with which training works, and the most that it can use.
 
     Attributes:
         tile_bytes: of a full tile of optimizer states.
-        ring_min_bytes: fewest tiles in flight with which the optimizer pipeline can overlap.
-        ring_bytes: most tiles in flight that are of use to it.
+        ring_min_bytes: tiles in flight: the fewest with which the optimizer reads, updates and writes at the same time.
+        ring_bytes: tiles in flight: the most that it can use.
         params_min_bytes: largest set of units that must be resident together, if the model computes in this memory.
         params_bytes: all parameters that are fetched and evicted, if the model computes in this memory.
-        grads_min_bytes: gradients that must be held before an update can free them.
-        grads_flowing_bytes: gradients of one unit in its update and one being computed, if updates run during backward.
-        grads_bytes: most gradients that are of use.
+        grads_min_bytes: gradients that exist at once before the first update frees some.
+        grads_flowing_bytes: gradients of two units, if updates run during backward: one is computed, one is updated.
+        grads_bytes: the most gradients that exist at once.
         states_min_bytes: optimizer states whose home is this tier.
-        states_bytes: all optimizer states, and the gradients that stay in memory together with states.
+        states_bytes: all optimizer states. If they stay by whole units, also the gradients of these units.
         always_bytes: parameters that never leave, if the model computes in this memory.
-        homes_min_bytes, homes_bytes: shards of parameters that are separate from the tensors that the model computes
-            on, at home or in transit; the minimum, and all.
+        homes_min_bytes, homes_bytes: shards of parameters, if the model computes on other tensors: those at home in
+            this memory, and those on their way through it. The fewest, and all.
         collecting_bytes: full gradients before their reduction to shards, if they are in this memory.
         activations_bytes: activations that are offloaded to this memory.
         initial_bytes: values on their way to the tiers at `initialize`, before gradients and activations exist.
@@ -81,12 +81,12 @@ class MemoryNeeds:
         return params_bytes + states_bytes + self._later_peak(self.grads_bytes)
 
     def _later_peak(self, grads_bytes: int) -> int:
-        """Return the larger of two peaks: that of training, and that of `initialize`, which uses the memory before."""
+        """Return the peak of memory that `initialize` uses first, and training after it."""
         return max(grads_bytes + self.collecting_bytes + self.activations_bytes, self.initial_bytes)
 
     @property
     def grads_least_bytes(self) -> int:
-        """Gradients that have memory in any case, because `initialize` needs this memory for values before."""
+        """Minimum for gradients: also what `initialize` needs of this memory for values, before gradients exist."""
         initial = self.initial_bytes - self.collecting_bytes - self.activations_bytes
         return min(self.grads_bytes, max(self.grads_min_bytes, initial))
 
@@ -118,7 +118,7 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, cut_bytes: int | None 
     """Divide `capacity_bytes` of host memory among the needs.
 
     Args:
-        cut_bytes: the least budget with cut blocks, for the error message.
+        cut_bytes: the smallest budget that works with blocks cut into several units, for the error message.
 
     Raises:
         CapacityError: the capacity is below `needs.least_bytes`; the message says by how much and why.

@@ -2,9 +2,9 @@
 
 [Note: actions]
 `on(event)` yields actions one at a time. The executor finishes each action before it asks for the next one, and the
-rows show the result: a unit that was to be fetched is still STORED if it got no memory. So each decision sees the state
-after the last action, and waiting is an action, too. The scheduler sees no tensor, file, thread or clock. Equal events
-and equal rows give equal actions: in training, in `infinity plan` and in tests.
+rows show the result. For example, a unit is still STORED after `Fetch` if there was no memory for it. So each decision
+sees the state after the last action, and waiting is an action, too. The scheduler sees no tensor, file, thread or
+clock. Equal events and equal rows give equal actions: in training, in `infinity plan` and in tests.
 
 [Note: what is evicted]
 The plan expects a step like the last one. For each use of a unit, it lists the units to evict and to prefetch. These
@@ -15,7 +15,7 @@ recently used unit is evicted for it.
 [Note: blocked updates]
 An update is submitted as soon as it is due, its unit is in memory, and its gradients have room. Without room it is
 *blocked*, and tried again whenever memory may be free. The thread waits for that room only if it needs the unit's
-newest parameters, or takes the unit's memory for another one.
+newest parameters, or needs the unit's memory for another unit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from infinity.tiers import Residency
 from infinity.tiers.copies import State
 
 _STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # an Enum look-up takes 0.2 us
-_NOW = -1  # sorts before every use: the plan evicts this unit next, so its update must end first
+_NOW = -1  # before every use: the plan evicts this unit next, which must wait for the end of its update
 
 
 def spilled_ahead(slots: int) -> int:
@@ -54,7 +54,7 @@ class Scheduler:
         cycle: the recorded uses and the plan.
         budget: the ledger of memory for units that are evicted and fetched; the executor updates it.
         advice: takes a number of bytes, and returns a sentence that names the setting to raise by it.
-        gradient_slots: number of slots, the memory that gradients of units that may spill share.
+        gradient_slots: number of slots. A slot is memory for the gradients of any one of the units that may spill.
         in_slots: units whose gradients are in a slot, the longest first; the executor updates it.
         writes_all: whether to write each update to NVMe.
         writes_unreconstructable: whether to write each update whose old parameters cannot be reconstructed from the
@@ -201,16 +201,16 @@ class Scheduler:
     def _evict(self, row: UnitState) -> Actions:
         yield actions.Evict(row)
         self.in_memory.pop(row, None)
-        self._fetching.pop(row, None)  # its update may have waited for the fetch, with no use after that
+        self._fetching.pop(row, None)  # still listed if it was fetched for its update, and not used
 
     def _make_room(self, row: UnitState) -> Actions:
         """Take one step towards room for a unit that is needed now.
 
-        The first of these that is possible: evict the least recently used unpinned unit; wait for one update; finish
-        one prefetch of a unit that was not used, so that a later call can evict the unit.
+        The first of these that is possible: evict the least recently used unpinned unit; wait for one update; wait for
+        one prefetch, so that a later call can evict its unit.
 
         Raises:
-            CapacityError: all of the memory belongs to units that are in use together.
+            CapacityError: the units that are in use leave too little memory.
         """
         for other in self.in_memory:
             if other.residency is _RESIDENT and not other.is_pinned:
@@ -321,7 +321,7 @@ class Scheduler:
         return False
 
     def _spill_ahead(self, _event: actions.GradientsPause) -> Actions:
-        """Start spills, so that slots for the next units are free or will be soon."""
+        """Start spills until enough slots for the next units are free or being written, see `spilled_ahead`."""
         leaving = sum(self.rows[unit].gradients is State.LEAVING for unit in self._in_slots)
         free = self._gradient_slots - len(self._in_slots)
         for _ in range(spilled_ahead(self._gradient_slots) - free - leaving):

@@ -229,11 +229,11 @@ class UnitViews:
         self._lent[index] = _Lent(version_of(self._parameters[index]), sums)
 
     def changed(self, index: int) -> bool:
-        """Whether an operation has written to the lent parameter since `lend` or `mark_stored`. Misses writes to `.data`."""
+        """Whether an operation, except on `.data`, has written to the lent parameter since `lend` or `mark_stored`."""
         return version_of(self._parameters[index]) != self._lent[index].version
 
     def rewritten(self, index: int) -> bool:
-        """Whether the values of the lent parameter have changed since `lend` or `mark_stored`; False if it is not watched."""
+        """Whether the lent parameter has other values than at `lend` or `mark_stored`; False if it is not watched."""
         sums = self._lent[index].sums
         return sums is not None and not torch.equal(_sums(self.values(index)), sums)
 
