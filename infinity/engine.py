@@ -213,7 +213,7 @@ class Engine(Accessors):
                 failure = error
                 self._rebuild(old, trained, frozen)
             restore(self._session)
-            self._step.go_on_from(before)
+            self._step.continue_from(before)
         if failure is not None:
             raise failure
 
@@ -331,7 +331,7 @@ class Engine(Accessors):
             raise InfinityError(
                 f"train_batch was given {len(batches)} micro-batches but gradient_accumulation_steps is {count}"
             )
-        self._step.counter.whole = True
+        self._step.counter.runs_in_one_call = True
         if self._step.layer_major is not None:
             losses = train_layer_major(self._step, self._step.layer_major, self.module, batches, loss_fn)
             self.step()
@@ -362,7 +362,7 @@ class Engine(Accessors):
             raise InfinityError(
                 'driven_step runs no layer-major micro-batches: set tiering.accumulation to "micro_batch"'
             )
-        self._step.counter.whole = True
+        self._step.counter.runs_in_one_call = True
         with driven(self._step):
             yield
         self.step()

@@ -76,7 +76,7 @@ class StatesHome:
             flat,
             _flat(gradient.detach()),
             segments=(Segment(0, flat.numel(), rule),),
-            missing=(),
+            inputs=(),
             write=None,
             seed=rule.step << 24 | unit,
         )

@@ -369,10 +369,10 @@ class UpdatePipeline:
     def _advance(self, ticket: UpdateTicket) -> None:
         """Update the next tile of a unit."""
         try:
-            for move in ticket.missing:
+            for move in ticket.inputs:
                 with self.waits.waiting(move.cause):
                     move.transfer.result()
-            ticket.missing = ()
+            ticket.inputs = ()
             if ticket.tiles:
                 self._update(ticket, ticket.tiles[0])
                 ticket.tiles.popleft()

@@ -36,7 +36,7 @@ class UpdateTicket:
         param: the shard's trainable elements in compute dtype, in host memory; updated in place.
         grad: gradients, same length.
         segments: elements to update, with their rules; other elements do not change.
-        missing: moves of `param` and `grad` for which the update must still wait.
+        inputs: moves that bring `param` and `grad`, or still read them: the update waits for them, then drops them.
         write: starts writing the updated parameters of a tile home; None if they stay in memory.
         seed: seed of this update's stochastic rounding.
         first: position of the shard's first element in the unit, so that shards of several ranks round differently.
@@ -64,7 +64,7 @@ class UpdateTicket:
     param: torch.Tensor = field(repr=False)
     grad: torch.Tensor = field(repr=False)
     segments: tuple[Segment, ...]
-    missing: tuple[Move, ...]
+    inputs: tuple[Move, ...]
     write: WriteParams | None
     seed: int = 0
     first: int = 0
@@ -91,7 +91,7 @@ class UpdateTicket:
 
     def has_inputs(self) -> bool:
         """Whether the parameters and gradients have arrived."""
-        return not self.missing or all(move.done() for move in self.missing)
+        return not self.inputs or all(move.done() for move in self.inputs)
 
     def done(self) -> bool:
         return self.computed.done() and (not self.writes or all(write.done() for write in self.writes))

@@ -215,7 +215,7 @@ class Executor:
     def begin_cycle(self) -> None:
         """Begin a forward pass: follow the plan from its start, and record the uses."""
         self._do(actions.PassBegins())
-        self.views.read.clear()
+        self.views.lent_in_pass.clear()
         self.gathering.begin_cycle()
         self.poll()
 

@@ -117,7 +117,7 @@ class Gradients:
         place = slice(0, values.numel()) if part == WHOLE else _place(unit, part)
         return Addend(unit, part, place, values, (), ())  # the parameters are recorded already
 
-    def all_come(self, unit: Unit) -> bool:
+    def are_complete(self, unit: Unit) -> bool:
         """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
         return self.source.flags_late or len(unit.running.added) == unit.total.trained
 

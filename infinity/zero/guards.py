@@ -102,7 +102,7 @@ class Guards:
         Raises:
             InfinityError: it was computed from a parameter that was not in memory; names it.
         """
-        read = self._runtime.executor.views.read
+        read = self._runtime.executor.views.lent_in_pass
         for leaf in leaves_read_since(loss, since):
             place = self._places.get(id(leaf))
             if place is None or views_of(self._runtime, place).shows() or (place.unit.index, place.index) in read:

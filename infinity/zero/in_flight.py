@@ -134,7 +134,7 @@ class InFlight:
             param=params.shard[:trained],
             grad=grad,
             segments=segments,
-            missing=(*touching, *arriving),
+            inputs=(*touching, *arriving),
             write=params.write if write else None,
             # For equal bits, the seed depends on neither placement nor resume. A rank's shard may be only padding.
             seed=segments[0].rule.step << 24 | row.index if segments else 0,
@@ -254,7 +254,7 @@ class InFlight:
             ticket, write = row.finish()
             self._submitted.pop(row, None)
             self._computed.pop(row, None)
-            for move in ticket.missing:  # a withdrawn update has not waited for its inputs
+            for move in ticket.inputs:  # a withdrawn update has not waited for its inputs
                 move.wait(self._counters)
             if not row.keeps_grads:
                 self._grads.drop_after_update(row.grads)

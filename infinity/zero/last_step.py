@@ -39,7 +39,7 @@ class LastStep:
         self._optimizer = optimizer
         self._losses = losses
 
-    def go_on_from(self, before: LastStep) -> None:
+    def continue_from(self, before: LastStep) -> None:
         """Copy the results of an earlier engine of the same training."""
         self.outcome, self.stats, self.loss, self.told = before.outcome, before.stats, before.loss, before.told
 

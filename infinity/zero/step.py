@@ -176,10 +176,10 @@ class Step(Listener):
         self.hooks.remove()
         self.hooks = self._watch(model)
 
-    def go_on_from(self, before: Step) -> None:
+    def continue_from(self, before: Step) -> None:
         """Continue with the counts and states of the closed `Step` of the same model."""
         self.counter = before.counter  # includes micro-batches whose gradients were dropped
-        self.last.go_on_from(before.last)
+        self.last.continue_from(before.last)
         self.lr_scheduler, self.at_end = before.lr_scheduler, before.at_end
 
     # Phases #
@@ -507,7 +507,7 @@ class Step(Listener):
                 with self.stopped_by_failures():
                     self.keeper.before_updates()
             self._go(Phase.UPDATE)
-            self.counter.whole = False
+            self.counter.runs_in_one_call = False
             self.last.outcome = outcome = self._update()
             self._grad_placeholders.clear()
             self.counter.counts = replace(
@@ -694,7 +694,7 @@ class Step(Listener):
         """
         for addend in addends:
             self.updates.add(addend)
-            if self.gradients.all_come(addend.unit):
+            if self.gradients.are_complete(addend.unit):
                 self._complete(addend.unit)
 
     def in_parts(self, unit: Unit, index: int, *, again: bool) -> None:
@@ -717,7 +717,7 @@ class Step(Listener):
         addend = self.gradients.take(unit, index, param)
         if addend is not None:
             self.updates.add(addend)
-            if self.gradients.all_come(unit):
+            if self.gradients.are_complete(unit):
                 self._complete(unit)
 
     def _complete(self, unit: Unit) -> None:

@@ -36,13 +36,13 @@ class StepCounter:
     Attributes:
         counts: after the last micro-batch, or the last step.
         boundary: whether the next micro-batch ends its step, if the user has set it; None to count.
-        whole: one call runs all micro-batches of the step, so none of them counts if it fails.
+        runs_in_one_call: whether one call runs all micro-batches of the step, so that none of them counts if it fails.
     """
 
     def __init__(self, per_step: int, *, counts_boundaries: bool) -> None:
         self.counts = Counts()
         self.boundary: bool | None = None if counts_boundaries else True
-        self.whole = False
+        self.runs_in_one_call = False
         self.synchronises = True
         self._per_step = per_step if counts_boundaries else 1
         self._counts_passes = not counts_boundaries
@@ -107,8 +107,8 @@ class StepCounter:
         uncounted, self._to_run_again = self._to_run_again, 0
         if self._counts_passes:
             uncounted += self._uncounted_passes
-        if self.whole:
-            uncounted, self.whole = -self.position, False
+        if self.runs_in_one_call:
+            uncounted, self.runs_in_one_call = -self.position, False
         self.counts = replace(self.counts, micro_steps=self.counts.micro_steps + uncounted)
 
     @contextmanager

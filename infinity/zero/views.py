@@ -67,13 +67,13 @@ class ModelViews:
     Attributes:
         writable: whether the user may write to shown values, see [Note: parameters that lie elsewhere].
         lent_params: identities of lent parameters.
-        read: unit and index of the parameters that were lent during the running pass: the graph may hold their copies.
+        lent_in_pass: unit and index of parameters that were lent in the running pass: the graph may have their copies.
         detached: whether the units' memory is about to be freed, so that no parameter may point at it.
     """
 
     writable: bool
     lent_params: set[int] = field(default_factory=set)
-    read: set[tuple[int, int]] = field(default_factory=set)
+    lent_in_pass: set[tuple[int, int]] = field(default_factory=set)
     detached: bool = False
 
 
@@ -216,7 +216,7 @@ class UnitViews:
         self._lent[index] = _Lent(version_of(self._parameters[index]), _sums(values) if watched else None)
         set_local_part(self._parameters[index], values)
         self._of_model.lent_params.add(id(self._parameters[index]))
-        self._of_model.read.add((self._unit, index))
+        self._of_model.lent_in_pass.add((self._unit, index))
 
     def take_back(self, index: int) -> None:
         """End `lend`. The caller must point the parameter at another tensor."""
