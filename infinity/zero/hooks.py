@@ -16,6 +16,11 @@ node, autograd would first sum the gradients of an input within the call, and th
 A sum in another order has other bits, which would then depend on the units that can be evicted. Hooks on tensors do not
 change the order.
 
+[Note: function modes]
+During a forward, the mode of reads.py and the user's `TorchFunctionMode`s are called for every torch function of the
+thread, also for `tensor.requires_grad`. The hooks of modules, and what they call, are not a part of the forward, so
+they run without these modes.
+
 [Note: which nodes are older]
 A node's sequence number gives its age, counted by the thread that made it. A reentrant checkpoint records and runs a
 graph within backward, on a device in another thread than the forward pass. So a call is compared only with nodes of the
@@ -232,42 +237,44 @@ class Hooks:
         followed = [unit for unit in units if unit.calls.followed]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Before the call opens: asking for the node of a view that was changed in place makes autograd create it.
-            inputs = list(_recorded((args, kwargs))) if moving and torch.is_grad_enabled() else []
-            call = _Call(module, units, followed, self._begun)
-            call.claims = self.thread.claim()
-            try:
-                self._listener.enter(units)
-            except BaseException:
-                if call.claims:
-                    self.thread.release()
-                raise
-            self._count(units)
-            call.watches = self._reads.begin()
-            self._running.append(call)
-            call.has_inputs = bool(inputs)
-            for tensor in inputs:
-                tensor.register_hook(partial(self._begun.end_newer, _node_of(tensor)))
+            with torch._C.DisableTorchFunction():  # see [Note: function modes]
+                # First: asking for the node of a view that was changed in place makes autograd create it.
+                inputs = _recorded((args, kwargs)) if moving and torch.is_grad_enabled() else []
+                call = _Call(module, units, followed, self._begun)
+                call.claims = self.thread.claim()
+                try:
+                    self._listener.enter(units)
+                except BaseException:
+                    if call.claims:
+                        self.thread.release()
+                    raise
+                self._count(units)
+                call.watches = self._reads.begin()
+                self._running.append(call)
+                call.has_inputs = bool(inputs)
+                for tensor in inputs:
+                    tensor.register_hook(partial(self._begun.end_newer, _node_of(tensor)))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            running = self._running
-            if not running or running[-1].module is not module or running[-1].thread != threading.get_ident():
-                return  # an exception came before `before`
-            call = running.pop()
-            if call.claims:
-                self.thread.release()
-            if call.watches:
-                self._reads.end()
-            self._listener.leave(tuple(call.units), ends_forward=not running)
-            if not running:
-                self._refuse_views(output)
-            if not torch.is_grad_enabled():
-                return
-            if call.followed:
-                call.begin_with(output, (args, kwargs))
-            if module is self._model:
-                for tensor in _recorded_with_bases(output, (args, kwargs)):
-                    tensor.register_hook(self._backward_begins)
+            with torch._C.DisableTorchFunction():
+                running = self._running
+                if not running or running[-1].module is not module or running[-1].thread != threading.get_ident():
+                    return  # an exception came before `before`
+                call = running.pop()
+                if call.claims:
+                    self.thread.release()
+                if call.watches:
+                    self._reads.end()
+                self._listener.leave(tuple(call.units), ends_forward=not running)
+                if not running:
+                    self._refuse_views(output)
+                if not torch.is_grad_enabled():
+                    return
+                if call.followed:
+                    call.begin_with(output, (args, kwargs))
+                if module is self._model:
+                    for tensor in _recorded_with_bases(output, (args, kwargs)):
+                        tensor.register_hook(self._backward_begins)
 
         if self._compiled:
             before, after = left_out(before), left_out(after)
@@ -505,32 +512,30 @@ class _BegunCalls:
             self.listener.backward_left(call.entered)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and mappings (model outputs are mappings)."""
+def _tensors(value: Any, found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and mappings (model outputs are mappings), after those in `found`."""
+    found = [] if found is None else found
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            _tensors(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _tensors(item, found)
+    return found
 
 
-def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensor, and the tensors inside of it, see [Note: tensors within a transform]."""
-    yield tensor
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-        yield tensor
-
-
-def _recorded(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have an autograd node, at every level."""
+def _recorded(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that have an autograd node, at every level, see [Note: tensors within a transform]."""
+    found = []
     for tensor in _tensors(value):
-        for level in _levels(tensor):
+        level: torch.Tensor | None = tensor
+        while level is not None:
             if level.requires_grad and level.grad_fn is not None:
-                yield level
+                found.append(level)
+            level = get_unwrapped(level) if is_functorch_wrapped_tensor(level) else None
+    return found
 
 
 def _node_of(tensor: torch.Tensor) -> int:
@@ -539,15 +544,15 @@ def _node_of(tensor: torch.Tensor) -> int:
     return tensor.grad_fn._sequence_nr()
 
 
-def _recorded_with_bases(result: Any, given: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of `_recorded`, and the bases of views in the result that are not in `given`.
+def _recorded_with_bases(result: Any, given: Any) -> list[torch.Tensor]:
+    """Return the tensors of `_recorded`, and the bases of views in the result that are not in `given`.
 
     If a view is changed in place later, such as a linear layer's output (`hidden += residual`), autograd gives it a new
     history. This history has the hooks of the base, but not the view's own.
     """
-    yield from _recorded(result)
+    found = _recorded(result)
     bases = [tensor._base for tensor in _tensors(result) if tensor._base is not None]
     if bases:
         known = {id(own): own for tensor in _tensors(given) for own in (tensor, tensor._base)}  # held: no id is reused
-        made = {id(base): base for base in bases if id(base) not in known}
-        yield from _recorded(list(made.values()))
+        found += _recorded([base for base in {id(base): base for base in bases}.values() if id(base) not in known])
+    return found
