@@ -11,29 +11,33 @@ from __future__ import annotations
 
 
 class CriticalSection:
-    """The context of every hand-over of one engine, see [Note: critical sections]. One thread at a time is in it."""
+    """The context of every hand-over of one engine, see [Note: critical sections]. One thread at a time is in it.
 
-    __slots__ = ("_open",)
+    Attributes:
+        open: number of hand-overs that are running or were cut short.
+    """
+
+    __slots__ = ("open",)
 
     def __init__(self) -> None:
-        self._open = 0
+        self.open = 0
 
     @property
     def interrupted(self) -> bool:
         """Whether a hand-over was cut short; only valid between hand-overs."""
-        return self._open > 0
+        return self.open > 0
 
     def mark_interrupted(self) -> None:
         """Record that an operation other than a hand-over was cut short."""
-        self._open += 1
+        self.open += 1
 
     def note_rollback(self) -> None:
         """Record that the running hand-over was rolled back: the exception that ends it leaves nothing half way."""
-        self._open -= 1
+        self.open -= 1
 
     def __enter__(self) -> None:
-        self._open += 1
+        self.open += 1
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if kind is None:
-            self._open -= 1
+            self.open -= 1

@@ -63,7 +63,8 @@ class Scheduler:
     Attributes:
         in_memory: evictable units whose parameters are in memory, the least recently used first.
         planned: actions of the plan that are due but not possible yet, in order.
-        blocked: units in memory whose updates had no room for their gradients, the longest first.
+        blocked: units in memory whose updates had no room for their gradients, the longest first. While there are
+            planned or blocked ones, `MemoryFreed` must follow each poll.
     """
 
     def __init__(
@@ -98,11 +99,6 @@ class Scheduler:
             CapacityError: during the iteration, if units that are in use together do not fit.
         """
         return _HANDLERS[type(event)](self, event)
-
-    @property
-    def waits_for_memory(self) -> bool:
-        """Whether an action of the plan or an update waits for memory."""
-        return bool(self.planned or self.blocked)
 
     # Passes #
 

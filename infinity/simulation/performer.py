@@ -315,7 +315,7 @@ class Performer:
                 self._note(ticket)
         self.spill_ahead()
         ready = ready_updates(self) if self.checks else []
-        if self.scheduler.waits_for_memory:
+        if self.scheduler.planned or self.scheduler.blocked:
             self.do(actions.MemoryFreed())
         if ready:
             check_polled(ready)

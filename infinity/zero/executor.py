@@ -338,7 +338,7 @@ class Executor:
         if row.ahead is not None:
             self.speculation.finish_ahead(row, self.free_gradients)
             self._spill_returned()
-        if self._scheduler.waits_for_memory and self.in_flight.some_ended:
+        if self.in_flight.some_ended and (self._scheduler.planned or self._scheduler.blocked):
             self.poll()
 
     def free_gradients(self, row: Unit) -> bool:
@@ -363,13 +363,13 @@ class Executor:
 
     def poll(self) -> None:
         """Poll completions: record finished updates, and use the memory that they have released."""
-        if self._params.critical.interrupted:
+        if self._params.critical.open:  # a hand-over was cut short
             return
-        in_flight = self.in_flight
+        in_flight, scheduler = self.in_flight, self._scheduler
         in_flight.poll()
         if in_flight.gradients_returned:
             self._spill_returned()
-        if self._scheduler.waits_for_memory:
+        if scheduler.planned or scheduler.blocked:
             self._do(actions.MemoryFreed())
         if in_flight.finished:
             self._show_finished()
