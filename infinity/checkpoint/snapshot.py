@@ -22,7 +22,7 @@ from infinity.checkpoint.frozen import FrozenShards
 from infinity.checkpoint.shards import Shard, WrittenPart, trained_numel, units_to_write
 from infinity.checkpoint.sums import crc32
 from infinity.errors import CheckpointError
-from infinity.tiers import Residency
+from infinity.schedule.unit_state import Residency
 from infinity.tiers.states import Tile
 from infinity.zero.build import Runtime
 from infinity.zero.partition import UnitLayout

@@ -30,8 +30,7 @@ from infinity.memory import Budget
 from infinity.schedule import actions
 from infinity.schedule.actions import Action, Actions, Event
 from infinity.schedule.cycle import Cycle
-from infinity.schedule.unit_state import UnitState
-from infinity.tiers import Residency
+from infinity.schedule.unit_state import Residency, UnitState
 from infinity.tiers.copies import State
 
 _STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # an Enum look-up takes 0.2 us

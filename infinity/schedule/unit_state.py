@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import Enum, auto
 from typing import Any
 
-from infinity.tiers import Residency
 from infinity.tiers.copies import State
+
+
+class Residency(Enum):
+    """Whether a unit's parameters are in the memory that the model computes in."""
+
+    STORED = auto()  # no
+    FETCHING = auto()  # memory is allocated, the values are on their way
+    RESIDENT = auto()  # yes; an update may be changing or uploading them
 
 
 class UnitState(ABC):

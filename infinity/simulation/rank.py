@@ -13,6 +13,7 @@ import torch
 
 from infinity.errors import CapacityError, StorageError
 from infinity.schedule import actions
+from infinity.schedule.unit_state import Residency
 from infinity.simulation.clock import Interrupted
 from infinity.simulation.filling import check_filled, filling_of
 from infinity.simulation.invariants import (
@@ -27,7 +28,6 @@ from infinity.simulation.layer_major import LayerMajorPass
 from infinity.simulation.model import Call, Change, Config, Drain, Look, Pass, Step, ZeroGrad
 from infinity.simulation.performer import Performer, Trace
 from infinity.simulation.rows import NOTHING, Due, Row
-from infinity.tiers import Residency
 from infinity.zero.foresight import Foresight
 from infinity.zero.gathering import Gathering
 from infinity.zero.reduction_order import ReductionOrder

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import torch
 
@@ -139,23 +138,6 @@ class Carriers:
     spare: SparePages
 
 
-class Residency(Enum):
-    """Whether a unit's parameters are in the memory that the model computes in."""
-
-    STORED = auto()  # no
-    FETCHING = auto()  # memory is allocated, the values are on their way
-    RESIDENT = auto()  # yes; an update may be changing or uploading them
-
-
-_RESIDENCY = {
-    State.ABSENT: Residency.STORED,
-    State.LEAVING: Residency.STORED,
-    State.ARRIVING: Residency.FETCHING,
-    State.VALID: Residency.RESIDENT,
-    State.WRITING: Residency.RESIDENT,
-}
-
-
 class UnitParams:
     """One unit's field and the memory of its copies.
 
@@ -230,15 +212,6 @@ class UnitParams:
         Between `Params.open_host` and `close_host` it may be changed, once `Params.host_wait` has returned.
         """
         return self.tensor if self.lease is None else self.lease.tensor(self.spec.dtype)
-
-    @property
-    def residency(self) -> Residency:
-        """Whether the unit is in the memory that the model computes in."""
-        return Residency.RESIDENT if self.update_upload is not None else _RESIDENCY[self.computed_on.state]
-
-    def is_at_hand(self) -> bool:
-        """Whether an update of the unit may begin: the unit is in the memory that updates change, or being fetched."""
-        return self.home is Memory.SHARD or self.residency is not Residency.STORED
 
     def is_dirty(self) -> bool:
         """Whether the home does not have the newest values."""

@@ -33,8 +33,9 @@ from infinity.optim.ticket import Segment
 from infinity.schedule import Cycle, actions
 from infinity.schedule.actions import Action, Event
 from infinity.schedule.scheduler import Scheduler
+from infinity.schedule.unit_state import Residency
 from infinity.telemetry import Counters
-from infinity.tiers import GradStore, Params, Residency
+from infinity.tiers import GradStore, Params
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
 from infinity.zero.ranks import Ranks
@@ -256,7 +257,7 @@ class Executor:
         self.in_flight.add_due(row, segments)
         self.gathering.changed(row)
         row.views.mark_stale(indices)
-        if row.params.is_at_hand():
+        if row.is_at_hand():
             self._do(actions.UpdateDue(row))
 
     # Speculative updates, see [Note: updates ahead] in speculation.py #
@@ -396,7 +397,7 @@ class Executor:
         """Show the unit's values, unless its next use does."""
         if self._is_evictable(row):
             return
-        if row.params.residency is Residency.RESIDENT and self.gathering.is_whole(row):
+        if row.residency is Residency.RESIDENT and self.gathering.is_whole(row):
             row.views.show()
 
     def _start_pending(self) -> None:
@@ -559,7 +560,7 @@ class Executor:
             raise
         finally:
             params.computed_on.unpin()
-        if params.residency is Residency.RESIDENT:
+        if row.residency is Residency.RESIDENT:
             self._do(actions.ParametersMade(row))
         self.refresh(row)
 

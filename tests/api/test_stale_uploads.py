@@ -24,11 +24,11 @@ from infinity.tiers import (
     Memory,
     Move,
     Params,
-    Residency,
     SameMemory,
     SwapSpace,
     open_swap,
 )
+from infinity.tiers.copies import State
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe, named_budget
 
@@ -127,7 +127,7 @@ def test_an_update_overtakes_an_upload_that_has_begun(params) -> None:
     fetch(params, 0)
     update(params, 0, 7.0)
     params.fetch_wait(params.units[0])
-    assert params.units[0].residency is Residency.RESIDENT
+    assert params.units[0].computed_on.state is State.VALID
     assert params.units[0].tensor.eq(7).all()
 
 
@@ -153,7 +153,7 @@ def test_nothing_is_changed_under_an_upload(params) -> None:
     assert finished or upload in moves
     upload.transfer.result()
     params.close_host(params.units[0])
-    assert params.units[0].residency is Residency.RESIDENT
+    assert params.units[0].computed_on.state is State.VALID
 
 
 def test_memory_that_an_upload_reads_is_not_given_to_others(params) -> None:

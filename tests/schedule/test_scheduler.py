@@ -38,8 +38,7 @@ from infinity.schedule.actions import (
     UseBegins,
 )
 from infinity.schedule.scheduler import Scheduler
-from infinity.schedule.unit_state import UnitState
-from infinity.tiers import Residency
+from infinity.schedule.unit_state import Residency, UnitState
 from infinity.tiers.copies import State
 
 

@@ -24,7 +24,7 @@ from infinity.schedule.actions import (
     Spill,
 )
 from infinity.schedule.scheduler import Scheduler
-from infinity.schedule.unit_state import UnitState
+from infinity.schedule.unit_state import Residency, UnitState
 from infinity.telemetry import Counters, Times
 from infinity.tiers import (
     GradHomes,
@@ -32,7 +32,6 @@ from infinity.tiers import (
     HostMemory,
     Move,
     Norms,
-    Residency,
     SameMemory,
     SwapSpace,
 )
