@@ -12,6 +12,41 @@ from infinity.schedule.next_use import NextUse
 from infinity.schedule.plan import MOST_AHEAD, Plan, PlanStep, make_plan
 
 
+class Cursor:
+    """Follows a cycle in a trace, as long as it repeats the trace.
+
+    Attributes:
+        trace: the uses of the last cycle.
+        position: number of uses in the running cycle; None if none runs or it has left the trace.
+        expected: the unit that the running cycle uses next; None at its end, or if unknown.
+    """
+
+    def __init__(self, uses: Sequence[int] = ()) -> None:
+        self.trace = NextUse(uses)
+        self.position: int | None = None
+        self.expected: int | None = None
+
+    def begin(self) -> None:
+        self._move_to(0)
+
+    def end(self) -> None:
+        """Stop following the cycle: it is over, or has left the trace."""
+        self.position = self.expected = None
+
+    def advance(self, unit: int) -> bool:
+        """Record a use. Return False, and leave the trace, if another unit was expected."""
+        if self.position is None or self.expected != unit:
+            self.end()
+            return False
+        self._move_to(self.position + 1)
+        return True
+
+    def _move_to(self, position: int) -> None:
+        uses = self.trace.uses
+        self.position = position
+        self.expected = uses[position] if position < len(uses) else None
+
+
 class Cycle:
     """Record the uses of units, and predict the next ones from the last cycle.
 
@@ -33,14 +68,14 @@ class Cycle:
         self._sizes = tuple(sizes)
         self._moving = tuple(moving)
         self.recorded: list[int] | None = None
-        self._last = NextUse()  # of all units
-        self._course = NextUse()  # of the units that are fetched and evicted, as in the plan
+        self._last = Cursor()  # of all units
+        self._course = Cursor()  # of the units that are fetched and evicted, as in the plan
 
     def expect(self, uses: Sequence[int], plan: Plan) -> None:
         """Set the expected uses and the plan, as if a training step with these uses had ended."""
         self.plan = plan
-        self._last = NextUse(uses)
-        self._course = NextUse([unit for unit in uses if self._moving[unit]])
+        self._last = Cursor(uses)
+        self._course = Cursor([unit for unit in uses if self._moving[unit]])
 
     def begin(self) -> None:
         self.recorded = []
@@ -62,13 +97,13 @@ class Cycle:
         self._course.end()
         if not learn:
             return False
-        if uses != self._last.uses:
-            self._last = NextUse(uses)
+        if uses != self._last.trace.uses:
+            self._last = Cursor(uses)
         moving = tuple(unit for unit in uses if self._moving[unit])
-        if self.plan is not None and moving == self._course.uses:
+        if self.plan is not None and moving == self._course.trace.uses:
             return False
         self.plan = make_plan(moving, self._sizes, self.capacity_bytes, self.ahead_bytes)
-        self._course = NextUse(moving)
+        self._course = Cursor(moving)
         return True
 
     def use(self, unit: int) -> PlanStep | None:
@@ -94,7 +129,10 @@ class Cycle:
     @property
     def upcoming(self) -> tuple[int, ...]:
         """A few units that are probably used next, in order; empty if unknown."""
-        return self._last.upcoming(MOST_AHEAD if self.ahead_bytes else 1)
+        position = self._last.position
+        if position is None:
+            return ()
+        return self._last.trace.uses[position : position + (MOST_AHEAD if self.ahead_bytes else 1)]
 
     def strangers(self, units: Iterable[int]) -> list[int]:
         """Return the units, among `units`, that the plan does not expect in memory when it begins."""
@@ -102,14 +140,15 @@ class Cycle:
 
     def first_use(self, unit: int) -> int:
         """Return the position of the unit's first use in the next cycle; the number of all uses if none is known."""
-        return self._last.first(unit)
+        trace = self._last.trace
+        return trace.first.get(unit, len(trace.uses))
 
     def is_leaving(self, unit: int) -> bool:
         """Whether the plan evicts the unit, and this cycle has had its last use."""
         position = self._course.position
         if self.plan is None or position is None or unit not in self.plan.evicted:
             return False
-        return self._course.is_last(unit, position - 1)
+        return self._course.trace.last.get(unit, -1) < position
 
     def leaves_memory(self, unit: int) -> bool:
         """Whether the unit may be evicted before its next change. Its update must then be written home."""
