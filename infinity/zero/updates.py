@@ -84,6 +84,7 @@ class Updates:
         self._pipeline = pipeline
         self._gradients = gradients
         self._rule_of = rule_of
+        self._rules: dict[tuple[int, int, float], Rule] = {}  # results of `rule_of`, which the units of a pass share
         self._schedule = schedule
         self._max_norm = max_norm
         self._losses = losses
@@ -105,6 +106,7 @@ class Updates:
             early: each gradient is final on arrival, because the step has one pass.
         """
         self._early = early
+        self._rules.clear()
         for unit in self._executor.units:
             unit.running = UnitPass(unit in in_parts)
         self._due.clear()
@@ -331,6 +333,7 @@ class Updates:
 
     def _finish_step(self) -> StepOutcome:
         self._pipeline.prefer(begun=False)
+        self._rules.clear()  # the user may have changed hyper-parameters since the backward pass
         for addend in self._gradients.finish():
             self._add_with_room(addend)
         if self._schedule is UpdateSchedule.BACKWARD:
@@ -415,6 +418,8 @@ class Updates:
             for start, stop, group, step in runs:
                 piece = overlap(own, start, stop)
                 if piece is not None:
-                    rule = self._rule_of(group, step, scale)
+                    rule = self._rules.get((group, step, scale))
+                    if rule is None:
+                        rule = self._rules[group, step, scale] = self._rule_of(group, step, scale)
                     segments.append(Segment(piece.shard, piece.shard + piece.numel, rule))
         return tuple(segments)
