@@ -32,7 +32,7 @@ class UnitState(ABC):
         ahead: a speculative update. Each of these four attributes is None if there is none. The scheduler only
             compares them with None.
         is_reconstructable: whether the old parameters can be reconstructed from the optimizer states, if the next
-            update is like the last one.
+            update is like the last one; False if no states are double-buffered.
     """
 
     __slots__ = (

@@ -148,7 +148,8 @@ class InFlight:
         self._pipeline.submit(ticket)
         ticket.computed.add_done_callback(partial(_note_ended, self._ended, ref(row)))
         written = params.write_through(ticket) if write else None
-        reconstructable = self._pipeline.rollback.can_recover_param(segments, self._grads.dtype)
+        rollback, double_buffered = self._pipeline.rollback, self._params.is_double_buffered
+        reconstructable = double_buffered and rollback.can_recover_param(segments, self._grads.dtype)
         self._submitted[row] = None
         row.submit(ticket, written, keeps_grads=before is not None, reconstructable=reconstructable)
         return ticket
