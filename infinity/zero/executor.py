@@ -351,10 +351,9 @@ class Executor:
         self._show_finished()
         return freed
 
-    def gradients_pause(self, row: Unit) -> None:
-        """Tell the scheduler that the unit's gradients do not change for a while: it may spill early."""
-        if row.spills:
-            self._do(actions.GradientsPause())
+    def gradients_pause(self) -> None:
+        """Tell the scheduler that the gradients of a unit that spills do not change for a while: it may spill early."""
+        self._do(actions.GradientsPause())
 
     def _spill_returned(self) -> None:
         """If a speculative update has returned gradients, spill the oldest gradients early."""

@@ -64,7 +64,9 @@ class Gradients:
     def take(self, unit: Unit, index: int, param: nn.Parameter) -> Addend | None:
         """Remove `param.grad`. Return the gradients that are to be added now."""
         unit.running.arrived.add(index)
-        grad = local_gradient(param)
+        grad = param.grad
+        if type(grad) is not torch.Tensor:  # nearly all are plain tensors
+            grad = local_gradient(param)
         if grad is None:
             raise RuntimeError(f"gradient of {unit.layout.params[index].name} is missing when its hook runs")
         if grad.layout is not torch.strided:
@@ -178,9 +180,13 @@ class Gradients:
     def units_with_gradients(self) -> list[Unit]:
         return [unit for unit in self._units if unit.total.present]
 
+    def are_finite(self, unit: Unit) -> bool:
+        """Whether the unit's gradients, or this rank's shard of them, are finite. Blocks until they have come."""
+        return all(each.finite for each in self.stats(unit))
+
     def start_vote(self, unit: Unit) -> Vote:
         """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""
-        not_finite, sharing = not all(each.finite for each in self.stats(unit)), self.source.groups.sharing
+        not_finite, sharing = not self.are_finite(unit), self.source.groups.sharing
         if self._parts.ranks.size == 1:
             return sharing.ask(not_finite)
         with self.source.agreeing():

@@ -215,9 +215,14 @@ class Updates:
             if done >= least and not (self._gradients.alone and unit.grads_store.has_come(unit.grads)):
                 break
             del self._due[unit]
-            self._losses.check_late()
-            self._votes[unit] = self._gradients.start_vote(unit)
-            updated |= self._update_voted(0 if self._gradients.alone else _OPEN_VOTES)
+            if not self.under_way:
+                self._losses.check_late()
+            if self._gradients.alone:
+                self._update_final(unit, finite=self._gradients.are_finite(unit))
+                updated = True
+            else:
+                self._votes[unit] = self._gradients.start_vote(unit)
+                updated |= self._update_voted(_OPEN_VOTES)
             self._executor.poll()  # upload updates that ended while this thread waited
         return self._update_voted(leave) or updated
 
@@ -303,7 +308,8 @@ class Updates:
     def pause(self, unit: Unit) -> None:
         """Note that the unit's gradients do not change for a while."""
         unit.grads_store.pause(unit.grads)
-        self._executor.gradients_pause(unit)
+        if unit.spills:
+            self._executor.gradients_pause()
 
     def held_values(self, unit: Unit) -> torch.Tensor:
         """Return the unit's gradients, to read or to change (`remeasure` follows).
