@@ -200,7 +200,7 @@ class UnitViews:
     def _hide(self, indices: Sequence[int]) -> None:
         if self._shown is not False:
             self.check()
-            self._set(indices, self._nothing())
+            self._set(indices, self._placeholders or self._make_placeholders())
             self._shown = None
 
     def values(self, index: int) -> torch.Tensor:
@@ -250,7 +250,7 @@ class UnitViews:
         self.check()
         if self._shown is False:
             return
-        self._set(range(len(self._infos)), self._nothing())
+        self._set(range(len(self._infos)), self._placeholders or self._make_placeholders())
         self._shown = False
 
     @_plainly()
@@ -261,11 +261,10 @@ class UnitViews:
         return self._views
 
     @_plainly()
-    def _nothing(self) -> list[torch.Tensor]:
-        """Return a placeholder for each parameter. The first call creates them."""
-        if self._placeholders is None:
-            flat = self._params.tensor
-            self._placeholders = [_placeholder(flat, info.shape) for info in self._infos]
+    def _make_placeholders(self) -> list[torch.Tensor]:
+        """Create a placeholder for each parameter; called once."""
+        flat = self._params.tensor
+        self._placeholders = [_placeholder(flat, info.shape) for info in self._infos]
         return self._placeholders
 
     def _renew(self, index: int) -> None:
