@@ -112,7 +112,7 @@ class Counters:
                 self.timeline.record(Lane.PHASE, name, Times(start_s, start_s, end_s))
 
     def stalled(self, cause: StallCause, worker: Waits | None = None) -> AbstractContextManager[None]:
-        """Time a wait of the compute thread.
+        """Time a wait of the compute thread. The context may be used again after its end.
 
         Args:
             worker: what is waited for is the work of this thread; what that thread itself waits for meanwhile is

@@ -85,6 +85,7 @@ class Params:
         self._swap = swap
         self.ledger = budget
         self._counters = counters
+        self._allocating = counters.stalled(StallCause.ALLOCATOR)
         self._device = device
         self._spare = SparePages()
         by = Carriers(swap, WeightFiles() if files is None else files, device, counters, self._spare)
@@ -224,7 +225,7 @@ class Params:
             each.await_put()
         else:
             self._finish(each, Memory.DEVICE)
-        if each.field.state(Memory.DEVICE) is not State.VALID:
+        if each.computed_on.state is not State.VALID:
             raise RuntimeError(f"unit {each.spec.name} is not resident, and no fetch of it was started")
 
     def _finish(self, each: UnitParams, memory: Memory) -> None:
@@ -316,7 +317,7 @@ class Params:
         Args:
             changed: if False, nothing was written, and nothing needs to be uploaded.
         """
-        if each.field.state(each.site) is not State.WRITING:
+        if each.field.copies[each.site].state is not State.WRITING:
             return
         with self.critical:
             each.field.end_write(each.site, changed=changed)
@@ -422,7 +423,7 @@ class Params:
         if each.spec.offloaded:
             self.ledger.take(each.spec.nbytes, each.spec.name)
         try:
-            with self._counters.stalled(StallCause.ALLOCATOR):
+            with self._allocating:
                 each.buffer.allocate()
         except BaseException:
             if each.spec.offloaded:
@@ -433,7 +434,7 @@ class Params:
             each.upload_after = self._device.link.mark()
 
     def _free(self, each: UnitParams) -> None:
-        with self._counters.stalled(StallCause.ALLOCATOR):
+        with self._allocating:
             each.buffer.free()
         self.ledger.give(each.spec.nbytes)
 
