@@ -56,7 +56,7 @@ class UpdateTicket:
         reached: all elements before this one have been updated.
         computed: completes when the new values are in memory; `writes` may still be in flight.
         recovers: whether gradients of updated tiles can be reconstructed from the old states, the new states and
-            `remainder`.
+            `remainder`; set by the submission.
     """
 
     unit: int
@@ -83,11 +83,8 @@ class UpdateTicket:
     reached: int = field(init=False, default=0)
     computed: Future[None] = field(init=False, default_factory=Future)
     writes: list[Transfer] = field(init=False, default_factory=list)
-    recovers: bool = field(init=False)
+    recovers: bool = field(init=False, default=False)
     remainder: Remainder = field(init=False, default_factory=Remainder)
-
-    def __post_init__(self) -> None:
-        self.recovers = self.reconstructs_grads
 
     def has_inputs(self) -> bool:
         """Whether the parameters and gradients have arrived."""

@@ -207,9 +207,11 @@ class Executor:
             self.speculation.speculate(row, action.write, action.needed)
 
     def _await_newest(self, row: Unit, _: actions.AwaitNewest) -> None:
-        self.in_flight.wait_computed(row)
+        if row.ticket is not None:
+            self.in_flight.wait_computed(row)
         self._await_fetch(row)
-        self._params.await_update(row.params)
+        if row.params.update_upload is not None:
+            self._params.await_update(row.params)
 
     # The plan #
 
@@ -255,7 +257,8 @@ class Executor:
             indices: indices of the parameters that the update changes. The running pass may still use the others.
         """
         self.in_flight.add_due(row, segments)
-        self.gathering.changed(row)
+        if self.gathering.shares:
+            self.gathering.changed(row)
         row.views.mark_stale(indices)
         if row.is_at_hand():
             self._do(actions.UpdateDue(row))
