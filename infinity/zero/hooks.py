@@ -232,7 +232,7 @@ class Hooks:
         for unit in self._units:
             unit.calls.end_backward()
         self._outermost = None
-        self._begun.end(lambda call: True)
+        self._begun.end_all()
 
     def abandon(self) -> None:
         """Leave the running calls after an exception: torch may not have called their hooks."""
@@ -390,7 +390,7 @@ class Hooks:
             self._listener.gradient_ready(unit, index, param)  # type: ignore[arg-type]
             calls.gradients += 1
             if self._alone and calls.followed and calls.gradients == unit.total.trained:
-                self._begun.end(lambda call: unit in call.followed and call.is_through)
+                self._begun.end_through(unit)
 
         handle = param.register_post_accumulate_grad_hook(ready)
         self._handles.append(handle)
@@ -518,18 +518,27 @@ class _BegunCalls:
         self.listener.backward_enter(call.entered)
         running = torch._C._current_graph_task_id()
         if running not in self._pass_of.values():
-            end = partial(self.end, lambda call: self._pass_of[call] == running)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_pass, running))
         self._pass_of[call] = running
 
     def end_newer(self, node: int, grad: torch.Tensor | None = None) -> None:
         """End calls newer than the node that autograd is about to run, see [Note: which nodes are older]."""
         if self._pass_of:
             running = torch._C._current_graph_task_id()
-            self.end(lambda call: self._pass_of[call] == running and call.first_node > node)
+            self._end([call for call, begun in self._pass_of.items() if begun == running and call.first_node > node])
 
-    def end(self, is_over: Callable[[_Call], bool]) -> None:
-        for call in [call for call in reversed(self._pass_of) if is_over(call)]:  # inner calls first
+    def end_through(self, unit: Unit) -> None:
+        """End the unit's calls that are through."""
+        self._end([call for call in self._pass_of if unit in call.followed and call.is_through])
+
+    def end_all(self) -> None:
+        self._end(list(self._pass_of))
+
+    def _end_pass(self, number: int) -> None:
+        self._end([call for call, begun in self._pass_of.items() if begun == number])
+
+    def _end(self, calls: Sequence[_Call]) -> None:
+        for call in reversed(calls):  # inner calls first
             del self._pass_of[call]
             self.listener.leave(call.entered)
             self.listener.backward_left(call.entered)
