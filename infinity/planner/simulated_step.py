@@ -293,7 +293,7 @@ class TimedRank(Rank):
             return
         for _ in range(_ARRIVALS):
             self._compute_for((1 - _FIRST_GRAD) / _ARRIVALS * backward_s)
-            if self.worker.ended and (self.scheduler.planned or self.scheduler.blocked):
+            if (self.scheduler.planned or self.scheduler.blocked) and self.worker.ended:
                 self.poll()
 
     def _bring_saved(self, position: int) -> None:

@@ -462,7 +462,7 @@ class Rank(Performer):
 
     def _add(self, row: Row) -> None:
         """The backward pass adds to the unit's gradients, once there is room."""
-        if self.worker.ended and (self.scheduler.planned or self.scheduler.blocked):
+        if (self.scheduler.planned or self.scheduler.blocked) and self.worker.ended:
             self.poll()
         added = self._added.setdefault(row.index, 0)
         while not self.grads.try_add(row, self.step, added):

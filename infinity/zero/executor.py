@@ -342,7 +342,7 @@ class Executor:
         if row.ahead is not None:
             self.speculation.finish_ahead(row, self.free_gradients)
             self._spill_returned()
-        if self.in_flight.some_ended and (self._scheduler.planned or self._scheduler.blocked):
+        if (self._scheduler.planned or self._scheduler.blocked) and self.in_flight.some_ended:
             self.poll()
 
     def free_gradients(self, row: Unit) -> bool:

@@ -264,7 +264,9 @@ class Hooks:
                 # First: asking for the node of a view that was changed in place makes autograd create it.
                 inputs = _recorded((args, kwargs)) if moving and torch.is_grad_enabled() else []
                 call = _Call(module, units, followed, self._begun)
-                call.claims = self.thread.claim()
+                running = self._running
+                is_inner = bool(running) and running[-1].thread == call.thread  # the outermost call holds the claim
+                call.claims = not is_inner and self.thread.claim()
                 try:
                     self._listener.enter(units)
                 except BaseException:
@@ -273,7 +275,7 @@ class Hooks:
                     raise
                 self._count(units)
                 call.watches = self._reads.begin()
-                self._running.append(call)
+                running.append(call)
                 call.has_inputs = bool(inputs)
                 for tensor in inputs:
                     tensor.register_hook(partial(self._begun.end_newer, _node_of(tensor)))
