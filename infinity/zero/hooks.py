@@ -65,7 +65,7 @@ at the end of backward.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import chain
@@ -262,7 +262,7 @@ class Hooks:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             with torch._C.DisableTorchFunction():  # see [Note: function modes]
                 # First: asking for the node of a view that was changed in place makes autograd create it.
-                inputs = _recorded((args, kwargs)) if moving and torch.is_grad_enabled() else []
+                inputs = _recorded(_tensors(args, kwargs)) if moving and torch.is_grad_enabled() else []
                 call = _Call(module, units, followed, self._begun)
                 running = self._running
                 is_inner = bool(running) and running[-1].thread == call.thread  # the outermost call holds the claim
@@ -484,10 +484,9 @@ class _Call:
 
         An argument that is returned unchanged (a position bias that all layers pass on) does not belong to the call.
         """
-        passed = {id(tensor) for tensor in _tensors(given)}
         for tensor in _recorded_with_bases(result, given):
             node = _node_of(tensor)
-            if id(tensor) not in passed or node >= self.first_node:
+            if node >= self.first_node or all(tensor is not passed for passed in _tensors(given)):
                 tensor.register_hook(partial(self.begin, node))
 
     def begin(self, node: int, grad: torch.Tensor) -> None:
@@ -546,24 +545,23 @@ class _BegunCalls:
             self.listener.backward_left(call.entered)
 
 
-def _tensors(value: Any, found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists and mappings (model outputs are mappings), after those in `found`."""
-    found = [] if found is None else found
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _tensors(item, found)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _tensors(item, found)
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and mappings (model outputs are mappings), in order."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(*value)
+        elif isinstance(value, Mapping):
+            found += _tensors(*value.values())
     return found
 
 
-def _recorded(value: Any) -> list[torch.Tensor]:
-    """Return the tensors that have an autograd node, at every level, see [Note: tensors within a transform]."""
+def _recorded(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those tensors that have an autograd node, at every level, see [Note: tensors within a transform]."""
     found = []
-    for tensor in _tensors(value):
+    for tensor in tensors:
         level: torch.Tensor | None = tensor
         while level is not None:
             if level.requires_grad and level.grad_fn is not None:
@@ -584,8 +582,9 @@ def _recorded_with_bases(result: Any, given: Any) -> list[torch.Tensor]:
     If a view is changed in place later, such as a linear layer's output (`hidden += residual`), autograd gives it a new
     history. This history has the hooks of the base, but not the view's own.
     """
-    found = _recorded(result)
-    bases = [tensor._base for tensor in _tensors(result) if tensor._base is not None]
+    tensors = _tensors(result)
+    found = _recorded(tensors)
+    bases = [tensor._base for tensor in tensors if tensor._base is not None]
     if bases:
         known = {id(own): own for tensor in _tensors(given) for own in (tensor, tensor._base)}  # held: no id is reused
         found += _recorded([base for base in {id(base): base for base in bases}.values() if id(base) not in known])
