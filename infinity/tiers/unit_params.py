@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -72,7 +73,7 @@ class FlatSpec:
         ends = (at for at, letter in enumerate(path) if letter == ".")
         return ("", *(path[:end] for end in ends), path)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
@@ -81,15 +82,15 @@ class FlatSpec:
         """Bytes of the whole unit; 0 if it is never evicted."""
         return self.nbytes if self.offloaded else 0
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         return self.numel // self.sharding.count
 
-    @property
+    @cached_property
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """The shard's ranges in the flat tensor."""
         return self.sharding.pieces(self.trainable_numel, self.numel)
