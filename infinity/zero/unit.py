@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 from typing import NoReturn
 
 from infinity.memory import Loan
@@ -299,17 +300,11 @@ class Unit(UnitState):
         """Whether an update may begin: the unit is in the memory that updates change, or being fetched."""
         return self.params.home is Memory.SHARD or self.residency is not _STORED
 
-    @property
-    def is_pinned(self) -> bool:
-        return self.params.computed_on.pins > 0
-
-    @property
-    def gradients(self) -> State:
-        return self._gradients.state
-
-    @property
-    def gradients_are_used(self) -> bool:
-        return self._gradients.pins > 0
+    # The scheduler reads these for many units: without a frame of Python.
+    is_pinned = property(attrgetter("params.computed_on.pins"))
+    gradients = property(attrgetter("_gradients.state"))
+    gradients_are_used = property(attrgetter("_gradients.pins"))
+    is_updated_on_device = property(attrgetter("states.are_on_device"))
 
     @property
     def gradients_have_room(self) -> bool:
@@ -320,10 +315,6 @@ class Unit(UnitState):
         """The memory of all units to which this step's gradients go."""
         device_grads = self._device_grads
         return device_grads if device_grads is not None and self.states.are_on_device else self._store
-
-    @property
-    def is_updated_on_device(self) -> bool:
-        return self.states.are_on_device
 
     # Updates #
 
