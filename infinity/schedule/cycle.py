@@ -23,11 +23,12 @@ class Cursor:
 
     def __init__(self, uses: Sequence[int] = ()) -> None:
         self.trace = NextUse(uses)
+        self._expected = (*uses, None)  # by position
         self.position: int | None = None
         self.expected: int | None = None
 
     def begin(self) -> None:
-        self._move_to(0)
+        self.position, self.expected = 0, self._expected[0]
 
     def end(self) -> None:
         """Stop following the cycle: it is over, or has left the trace."""
@@ -38,13 +39,9 @@ class Cursor:
         if self.position is None or self.expected != unit:
             self.end()
             return False
-        self._move_to(self.position + 1)
+        self.position += 1
+        self.expected = self._expected[self.position]
         return True
-
-    def _move_to(self, position: int) -> None:
-        uses = self.trace.uses
-        self.position = position
-        self.expected = uses[position] if position < len(uses) else None
 
 
 class Cycle:

@@ -327,8 +327,11 @@ class Scheduler:
 
     def _first_in_slot(self, state: State) -> UnitState | None:
         """Return the unit in this state that has been in a slot longest, unless an update reads its gradients."""
-        rows = (self.rows[unit] for unit in self._in_slots if self.rows[unit].spills)
-        return next((row for row in rows if row.gradients is state and not row.gradients_are_used), None)
+        for unit in self._in_slots:
+            row = self.rows[unit]
+            if row.spills and row.gradients is state and not row.gradients_are_used:
+                return row
+        return None
 
 
 # Unbound methods: bound ones would form a cycle, and an unreferenced scheduler would stay until a garbage collection.

@@ -424,13 +424,17 @@ class GradStore:
     def _free_slot(self) -> Lease | None:
         """Return a free slot, or None. If no slot is free, take the one of the first unit whose write has ended."""
         if len(self.leased) == len(self.slots):
-            for each in (self.units[unit] for unit in self.leased):
+            for unit in self.leased:
+                each = self.units[unit]
                 written = each.host.state is State.LEAVING and all(move.done() for move in each.host.moves)
                 if written or each.host.state is State.ABSENT:  # ABSENT after a read that failed
                     self.await_spill(each)
                     break
         taken = [self.units[unit].lease for unit in self.leased]
-        return next((slot for slot in self.slots if slot not in taken), None)
+        for slot in self.slots:
+            if slot not in taken:
+                return slot
+        return None
 
     def _give_back(self, each: UnitGrads) -> None:
         lease, each.lease = each.lease, None

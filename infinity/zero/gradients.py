@@ -178,7 +178,7 @@ class Gradients:
     # Sums #
 
     def units_with_gradients(self) -> list[Unit]:
-        return [unit for unit in self._units if unit.total.present]
+        return [unit for unit in self._units if unit.total.step is not None and unit.total.step.present]
 
     def are_finite(self, unit: Unit) -> bool:
         """Whether the unit's gradients, or this rank's shard of them, are finite. Blocks until they have come."""
