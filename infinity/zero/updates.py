@@ -23,7 +23,7 @@ from infinity.errors import CapacityError, InfinityError, NonFiniteError
 from infinity.kernels import Rule
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.ticket import Segment
-from infinity.tiers import Sharding, overlap
+from infinity.tiers import Sharding
 from infinity.zero.executor import Executor
 from infinity.zero.foresight import Foresight
 from infinity.zero.gradients import Gradients
@@ -420,12 +420,13 @@ class Updates:
                 runs.append((info.offset, stop, info.group, step))
             joinable = True
         segments = []
-        for own in self._sharding.pieces(layout.trainable_numel, layout.trainable_numel):
-            for start, stop, group, step in runs:
-                piece = overlap(own, start, stop)
-                if piece is not None:
-                    rule = self._rules.get((group, step, scale))
-                    if rule is None:
-                        rule = self._rules[group, step, scale] = self._rule_of(group, step, scale)
-                    segments.append(Segment(piece.shard, piece.shard + piece.numel, rule))
+        numel = layout.trainable_numel // self._sharding.count
+        first = self._sharding.rank * numel  # the shard's first element in the unit
+        for start, stop, group, step in runs:
+            low, high = max(start - first, 0), min(stop - first, numel)
+            if low < high:
+                rule = self._rules.get((group, step, scale))
+                if rule is None:
+                    rule = self._rules[group, step, scale] = self._rule_of(group, step, scale)
+                segments.append(Segment(low, high, rule))
         return tuple(segments)
