@@ -36,12 +36,15 @@ from infinity.schedule.scheduler import Scheduler
 from infinity.schedule.unit_state import Residency
 from infinity.telemetry import Counters
 from infinity.tiers import GradStore, Params
+from infinity.tiers.copies import State
 from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
 from infinity.zero.ranks import Ranks
 from infinity.zero.speculation import Speculation
 from infinity.zero.unit import Foreseen, Unit
 from infinity.zero.views import ModelViews
+
+_ARRIVING = State.ARRIVING  # a look-up in an Enum takes 0.2 us
 
 
 class Executor:
@@ -209,9 +212,11 @@ class Executor:
     def _await_newest(self, row: Unit, _: actions.AwaitNewest) -> None:
         if row.ticket is not None:
             self.in_flight.wait_computed(row)
-        self._await_fetch(row)
-        if row.params.update_upload is not None:
-            self._params.await_update(row.params)
+        params = row.params
+        if params.update_upload is not None:
+            self._params.await_update(params)
+        elif params.computed_on.state is _ARRIVING:
+            self._params.fetch_wait(params)
 
     # The plan #
 
