@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -116,6 +116,8 @@ class UnitGrads:
             none.
         measured: the copy of the last norm of `device_tensor`.
         sum: memory on the device for sums over micro-batches, see `DeviceSums`; None if there is none.
+        sums: the sums of this step so far, by part; views of `sum`. Removed by the reader, so that the next gradient
+            begins a new one.
     """
 
     unit: int
@@ -131,6 +133,7 @@ class UnitGrads:
     device_tensor: torch.Tensor | None = None
     measured: Transfer | None = None
     sum: torch.Tensor | None = None
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.field = Field(f"the gradients of unit {self.unit}", (_NVME, _HOST))

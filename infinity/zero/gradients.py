@@ -82,18 +82,18 @@ class Gradients:
             The gradients for `try_add`; None if nothing leaves the device yet.
         """
         unit, part, place, grad, *_ = addend
-        step = unit.total.step
+        step, sums = unit.total.step, unit.grads.sums
         begins_here = (
             not self.last_pass
             and (step is None or part not in step.stats)
             and not unit.is_updated_on_device  # else its gradients never leave the device
             and self._sums.make_room(unit.grads)
         )
-        if not begins_here and (unit.grads, part) not in self._sums.sums:
+        if not begins_here and part not in sums:
             return addend
         self._sums.add(unit.grads, part, place.start, grad.view(-1))
         if self.last_pass:
-            return addend._replace(values=self._sums.sums.pop((unit.grads, part)))
+            return addend._replace(values=sums.pop(part))
         unit.total.begun().present.update(addend.present)
         unit.running.added.update(addend.of_pass)
         return None
@@ -108,14 +108,15 @@ class Gradients:
 
     def sums_left(self) -> Iterator[Addend]:
         """Yield the sums on the device to which the last micro-batch has added nothing."""
-        for held, part in list(self._sums.sums):
-            addend = self._sum_of(self._units[held.unit], part)
-            del self._sums.sums[held, part]
-            yield addend
+        for unit in reversed(self._units):  # as backward reaches them
+            for part in list(unit.grads.sums):
+                addend = self._sum_of(unit, part)
+                del unit.grads.sums[part]
+                yield addend
 
     def _sum_of(self, unit: Unit, part: int) -> Addend:
         """Return the device's sum of a part, to be added on the host."""
-        values = self._sums.sums[unit.grads, part]
+        values = unit.grads.sums[part]
         place = slice(0, values.numel()) if part == WHOLE else _place(unit, part)
         return Addend(unit, part, place, values, (), ())  # the parameters are recorded already
 
@@ -172,7 +173,7 @@ class Gradients:
             unit.total.begun().present.update(indices)
         for unit in self._units:
             if unit.total.step is not None and not unit.total.step.present:
-                self._sums.sums.pop((unit.grads, WHOLE), None)
+                unit.grads.sums.pop(WHOLE, None)
                 self._drop(unit)
 
     # Sums #
@@ -252,11 +253,10 @@ class Gradients:
             InfinityError: they are not reduced over the ranks yet.
         """
         self.check_reduced()
-        for grads, part in list(self._sums.sums):
-            if grads is unit.grads:
-                if not self.try_add(self._sum_of(unit, part)):  # the sum stays on the device, also after an error
-                    return None
-                del self._sums.sums[grads, part]
+        for part in list(unit.grads.sums):
+            if not self.try_add(self._sum_of(unit, part)):  # the sum stays on the device, also after an error
+                return None
+            del unit.grads.sums[part]
         return unit.grads_store.open(unit.grads)
 
     def check_reduced(self) -> None:
@@ -307,14 +307,14 @@ class Gradients:
             for index in indices[unit]:
                 step.present.discard(index)
                 step.stats.pop(index, None)
-                self._sums.sums.pop((unit.grads, index), None)
+                unit.grads.sums.pop(index, None)
             if not step.present:
                 self._drop(unit)
 
     def drop_all(self) -> None:
         self.source.clear()
-        self._sums.sums.clear()
         for unit in self._units:
+            unit.grads.sums.clear()
             if unit.total.step is not None:
                 self._drop(unit)
 
