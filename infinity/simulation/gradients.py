@@ -105,7 +105,7 @@ class GradMemory:
 
     def check(self) -> None:
         """No memory has two owners."""
-        leases = [self.store.units[unit].lease for unit in self.store.leased]
+        leases = [each.lease for each in self.store.leased.values()]
         if len(set(leases)) != len(leases):
             violate("owner", f"units {list(self.store.leased)} have the same memory for gradients")
 
@@ -165,7 +165,7 @@ class GradMemory:
         store = self.store
         if self.of(row).extent is None or self.state(row) is not _ABSENT or len(store.leased) < len(store.slots):
             return True
-        return any(_is_written(store.units[unit]) for unit in store.leased)
+        return any(map(_is_written, store.leased.values()))
 
     def take_for_update(self, row: Row) -> list[Operation]:
         """The gradients are an update's, once these operations are over."""

@@ -163,7 +163,7 @@ class GradStore:
         streams: the first gradients of a step are downloaded while the device computes, which measures them.
         units: by index.
         dtype: dtype in which gradients are held (float32 if they are accumulated over micro-batches).
-        leased: units that lease memory, or have a slot, for their copies; the longest first.
+        leased: units that lease memory, or have a slot, for their copies, by number; the longest first.
     """
 
     def __init__(
@@ -181,28 +181,28 @@ class GradStore:
         streams: bool = False,
     ) -> None:
         self.streams = streams
-        self.units = tuple(
+        self.units = units = tuple(
             UnitGrads(unit, numel, here * dtype.itemsize)
             for unit, (numel, here) in enumerate(zip(numels, below, strict=True))
         )
+        own, spilled = [units[unit] for unit in homes.own], [units[unit] for unit in homes.spilled]
         self.dtype = dtype
         self._critical = arena.critical
         self._counters = counters
         self._swap = swap
         self.norms = norms
-        for each in (self.units[unit] for unit in homes.own if self.units[unit].nbytes):
-            each.own = arena.lease(each.nbytes)
-            each.tensor = each.own.tensor(dtype)
-        spilled = [self.units[unit] for unit in homes.spilled]
+        for each in own:
+            if each.nbytes:
+                each.own = arena.lease(each.nbytes)
+                each.tensor = each.own.tensor(dtype)
         slot_bytes = max((each.nbytes for each in spilled), default=0)
         self.slots = tuple(arena.lease(slot_bytes) for _ in range(homes.slots))
         for each in spilled:
             each.extent = swap.reserve(each.nbytes)
-        own_bytes = sum(self.units[unit].nbytes for unit in homes.own)
-        self._shared_bytes = 0 if homes.spilled else capacity_bytes - own_bytes
+        self._shared_bytes = 0 if spilled else capacity_bytes - sum(each.nbytes for each in own)
         self._shared = arena.part(self._shared_bytes, counts_leases=True)
         self._largest_bytes = max((each.nbytes for each in self.units if each.own is None), default=0)
-        self.leased: dict[int, None] = {}
+        self.leased: dict[int, UnitGrads] = {}
         self._leased_bytes = 0
         self._arriving: dict[UnitGrads, None] = {}  # units with gradients on their way from the device, oldest first
 
@@ -388,7 +388,7 @@ class GradStore:
             lease = self._memory_for(each)
             if lease is None:
                 return False
-            self.leased[each.unit] = None
+            self.leased[each.unit] = each
             each.lease = lease
             self._leased_bytes += each.nbytes
             self._place(each, lease)
@@ -413,7 +413,7 @@ class GradStore:
 
     def _close_gaps(self) -> bool:
         """Close gaps between leases, see [Note: room for gradients]. Return False while an update uses one."""
-        leased = [self.units[unit] for unit in self.leased]
+        leased = tuple(self.leased.values())
         if any(each.host.pins for each in leased):
             return False
         for each in leased:
@@ -427,13 +427,12 @@ class GradStore:
     def _free_slot(self) -> Lease | None:
         """Return a free slot, or None. If no slot is free, take the one of the first unit whose write has ended."""
         if len(self.leased) == len(self.slots):
-            for unit in self.leased:
-                each = self.units[unit]
+            for each in self.leased.values():
                 written = each.host.state is State.LEAVING and all(move.done() for move in each.host.moves)
                 if written or each.host.state is State.ABSENT:  # ABSENT after a read that failed
                     self.await_spill(each)
                     break
-        taken = [self.units[unit].lease for unit in self.leased]
+        taken = [each.lease for each in self.leased.values()]
         for slot in self.slots:
             if slot not in taken:
                 return slot
