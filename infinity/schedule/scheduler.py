@@ -103,7 +103,7 @@ class Scheduler:
 
     def _begin_pass(self, _: actions.PassBegins) -> Actions:
         self.cycle.begin()
-        self.planned.extend(("evict", unit) for unit in self.cycle.strangers(row.index for row in self.in_memory))
+        self.planned.extend(("evict", unit) for unit in self.cycle.strangers(self.in_memory))
         yield from ()
 
     def _end_pass(self, event: actions.PassEnds) -> Actions:
@@ -113,7 +113,7 @@ class Scheduler:
 
     def _use(self, event: actions.UseBegins) -> Actions:
         row = event.unit
-        step = self.cycle.use(row.index)  # the plan's step
+        step = self.cycle.use(row)  # the plan's step
         if step is None:
             if not self.cycle.follows_plan:
                 self.planned.clear()
@@ -283,8 +283,8 @@ class Scheduler:
 
     def _write_and_next_use(self, row: UnitState) -> tuple[bool, int]:
         """Return whether the unit's update is written home, and the position of the unit's next use in the plan."""
-        needed = _NOW if self.cycle.is_leaving(row.index) else self.cycle.first_use(row.index)
-        return self.cycle.leaves_memory(row.index) or self.is_written(row), needed
+        needed = _NOW if self.cycle.is_leaving(row) else self.cycle.first_use(row)
+        return self.cycle.leaves_memory(row) or self.is_written(row), needed
 
     def is_written(self, row: UnitState) -> bool:
         """Whether each update of the unit is written: for crash consistency, or because a rollback needs the old

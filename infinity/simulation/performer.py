@@ -93,8 +93,7 @@ class Performer:
         self._most_actions = most_actions(len(self.rows))
         self.budget = _Ledger(spec.capacity, 2 * self._most_actions)
         capacity = min(rank.capacity for rank in config.ranks)
-        moving = [row.offloaded for row in self.rows]
-        self.cycle = Cycle([row.nbytes for row in self.rows], moving, capacity, config.ahead_bytes)
+        self.cycle = Cycle([row.nbytes for row in self.rows], capacity, config.ahead_bytes)
         self.scheduler = Scheduler(
             self.rows,
             self.cycle,

@@ -571,7 +571,7 @@ class Rank(Performer):
 
     def _update_all(self, *, clips: bool) -> None:
         """The norm is known: what ran ahead stands or is rolled back, and the others are updated."""
-        rows = [self.rows[unit] for unit in sorted(sorted(self._added), key=self.cycle.first_use)]
+        rows = sorted([self.rows[unit] for unit in sorted(self._added)], key=self.cycle.first_use)
         others = [row for row in rows if row.ahead is None or clips]
         self.roll_back(*others)
         if self._schedule != "barrier":

@@ -10,6 +10,7 @@ from torch import nn
 
 from infinity.errors import InfinityError
 from infinity.kernels import GradStats
+from infinity.schedule.unit_state import UnitState
 from infinity.telemetry import Counters
 from infinity.tiers import DeviceSums
 from infinity.tiers.norms import Coming
@@ -146,7 +147,7 @@ class Gradients:
         unit.running.added.update(addend.of_pass)
         return True
 
-    def begin_backward(self, *, last: bool, uses: Sequence[int] | None) -> None:
+    def begin_backward(self, *, last: bool, uses: Sequence[UnitState] | None) -> None:
         """Begin a backward pass; `last` is whether it is the last one of a step.
 
         Args:

@@ -377,7 +377,7 @@ class Updates:
         """Update all units that have gradients. Commit speculative updates that used the same rules, and roll back the
         others."""
         units = self._gradients.units_with_gradients()
-        units.sort(key=lambda unit: self._executor.cycle.first_use(unit.index))
+        units.sort(key=self._executor.cycle.first_use)
         segments = {unit: self._segments(unit, scale) for unit in units}
         others = [unit for unit in units if unit.speculated != segments[unit]]
         self._executor.roll_back(*others)

@@ -123,7 +123,7 @@ class Row(UnitState):
 def decide(store: GradStore, event: Event) -> bool:
     """Perform what the scheduler asks for; False if that is nothing."""
     rows = [Row(store, unit) for unit in range(UNITS)]
-    cycle = Cycle([0] * UNITS, [False] * UNITS, 0)
+    cycle = Cycle([0] * UNITS, 0)
     scheduler = Scheduler(rows, cycle, Budget("memory", 0), str, len(store.slots), store.leased)
     action = None
     for action in scheduler.on(event):
