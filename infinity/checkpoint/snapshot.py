@@ -124,7 +124,7 @@ class Snapshot:
 
     def _write(self, one: _Unit, start: int, flat: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
-            if self._failure is not None or one.flushed is not None or start < one.stop:
+            if self._failure is not None or start < one.stop:
                 return
             try:
                 self._check(one.shard.unit, start, flat)
