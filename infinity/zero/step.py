@@ -730,10 +730,6 @@ class Step(Listener):
         if self.activations is not None:
             self.activations.close()
 
-    @property
-    def in_worker(self) -> bool:
-        return self._runtime.pipeline.is_worker()
-
     def close(self) -> None:
         """Remove the hooks and free all memory."""
         if self.phase is Phase.CLOSED:
