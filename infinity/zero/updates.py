@@ -89,8 +89,8 @@ class Updates:
         self._max_norm = max_norm
         self._losses = losses
         self._sums_sq: list[float] = []  # of the units updated so far in this step, under `backward`
-        self._due: dict[Unit, None] = {}  # units with final gradients, which may still be on their way to the host
-        self._votes: dict[Unit, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
+        # Units with final gradients, perhaps still on their way to the host; with the ranks' vote, once it has begun.
+        self._final: dict[Unit, Vote | None] = {}
         self._update_order: list[int] = []  # units in the order of their updates, probably that of the next step, too
         self._early = True
         self._foresight = Foresight()
@@ -109,8 +109,7 @@ class Updates:
         self._rules.clear()
         for unit in self._executor.units:
             unit.running = UnitPass(unit in in_parts)
-        self._due.clear()
-        self._votes.clear()
+        self._final.clear()
         self._pipeline.prefer(begun=True)
         speculates = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.speculates
         if speculates:
@@ -132,8 +131,7 @@ class Updates:
     def in_parts(self, unit: Unit) -> None:
         """Note that the unit's gradients are complete only at the end of the running backward pass."""
         unit.running.in_parts = True
-        self._due.pop(unit, None)
-        self._votes.pop(unit, None)
+        self._final.pop(unit, None)
 
     def check_parts(self, unit: Unit, index: int) -> None:
         """Check that a parameter's further gradient in a backward pass comes before its unit's update.
@@ -163,8 +161,7 @@ class Updates:
         if unit.running.in_parts:
             return
         if self._schedule is UpdateSchedule.BACKWARD:
-            self._votes.pop(unit, None)  # more of its gradient has come since the vote began
-            self._due[unit] = None
+            self._final[unit] = None
             if self._gradients.alone:
                 self._update_due()
             else:
@@ -195,8 +192,13 @@ class Updates:
     def _all_final(self) -> None:
         """Update all units that have gradients and are not updated yet."""
         self._update_voted()
-        self._due |= dict.fromkeys(self._gradients.units_with_gradients())
-        self._update_due(len(self._due))
+        self._final |= dict.fromkeys(self._gradients.units_with_gradients())
+        self._update_due(len(self._final))
+
+    @property
+    def _due(self) -> list[Unit]:
+        """Units with final gradients on which the ranks do not vote yet."""
+        return [unit for unit, vote in self._final.items() if vote is None]
 
     def _update_due(self, least: int = 0, leave: int = 0) -> bool:
         """Update due units whose gradients have arrived. Return whether any was updated.
@@ -211,29 +213,28 @@ class Updates:
             leave: how many votes may still be open at the end.
         """
         updated = False
-        for done, unit in enumerate(list(self._due)):
+        for done, unit in enumerate(self._due):
             if done >= least and not (self._gradients.alone and unit.grads_store.has_come(unit.grads)):
                 break
-            del self._due[unit]
             if not self.under_way:
                 self._losses.check_late()
             if self._gradients.alone:
+                del self._final[unit]
                 self._update_final(unit, finite=self._gradients.are_finite(unit))
                 updated = True
             else:
-                self._votes[unit] = self._gradients.start_vote(unit)
+                self._final[unit] = self._gradients.start_vote(unit)
                 updated |= self._update_voted(_OPEN_VOTES)
             self._executor.poll()  # upload updates that ended while this thread waited
         return self._update_voted(leave) or updated
 
     def _update_voted(self, leave: int = 0) -> bool:
         """Update the units that the ranks have voted on, except the last `leave`. Return whether any was updated."""
-        done = 0
-        while len(self._votes) > leave:
-            unit = next(iter(self._votes))
-            self._update_final(unit, finite=self._gradients.is_finite(self._votes.pop(unit)))
-            done += 1
-        return done > 0
+        voted = [(unit, vote) for unit, vote in self._final.items() if vote is not None]
+        for unit, vote in voted[: len(voted) - leave]:
+            del self._final[unit]
+            self._update_final(unit, finite=self._gradients.is_finite(vote))
+        return len(voted) > leave
 
     def _update_final(self, unit: Unit, *, finite: bool) -> None:
         if not finite:
@@ -301,7 +302,7 @@ class Updates:
         if not final or not waiting:
             return False
         self.gradients_final(waiting[-1])  # backward probably reached it first
-        self._update_due(len(self._due))
+        self._update_due(len(self._final))
         self._executor.drain()
         return True
 
