@@ -88,7 +88,7 @@ class UpdateTicket:
 
     def has_inputs(self) -> bool:
         """Whether the parameters and gradients have arrived."""
-        return not self.missing or all(move.done() for move in self.missing)
+        return not self.missing or all(move.transfer.done() for move in self.missing)
 
     def done(self) -> bool:
         return self.computed.done() and (not self.writes or all(write.done() for write in self.writes))

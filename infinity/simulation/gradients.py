@@ -131,7 +131,7 @@ class GradMemory:
             return False
         if opens and not each.field.version:
             tensor.value = None
-        if any(not move.done() for move in each.host.moves):
+        if any(not move.transfer.done() for move in each.host.moves):
             violate("race", f"gradients of {row.name} are added to while they move")
         self._check_added(row, (step, count))
         tensor.value = value
@@ -207,5 +207,5 @@ def _operations(move: Move) -> list[Operation]:
 
 
 def _is_written(each: UnitGrads) -> bool:
-    ended = all(move.done() for move in each.host.moves)
+    ended = all(move.transfer.done() for move in each.host.moves)
     return (each.host.state is _LEAVING and ended) or each.host.state is _ABSENT

@@ -428,7 +428,7 @@ class GradStore:
         """Return a free slot, or None. If no slot is free, take the one of the first unit whose write has ended."""
         if len(self.leased) == len(self.slots):
             for each in self.leased.values():
-                written = each.host.state is State.LEAVING and all(move.done() for move in each.host.moves)
+                written = each.host.state is State.LEAVING and all(move.transfer.done() for move in each.host.moves)
                 if written or each.host.state is State.ABSENT:  # ABSENT after a read that failed
                     self.await_spill(each)
                     break

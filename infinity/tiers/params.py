@@ -203,7 +203,7 @@ class Params:
         """Start the upload of a passing unit if its read has ended; no update may be using the unit."""
         if each.field.arriving(Memory.DEVICE) is None:
             read = each.field.arriving(Memory.HOST)
-            if read is None or read.done():
+            if read is None or read.transfer.done():
                 if read is not None:
                     each.field.finish_move(read)
                 each.start_upload()
@@ -484,7 +484,7 @@ class Params:
 
     def _reap(self) -> None:
         for each in self._leaving:
-            if each.update_upload is not None and each.update_upload.done():
+            if each.update_upload is not None and each.update_upload.transfer.done():
                 self._finish(each, Memory.DEVICE)
         for each in [each for each in self._leaving if each.field.gone(Memory.HOST)]:
             self._leaving.remove(each)

@@ -148,7 +148,7 @@ def test_nothing_is_changed_under_an_upload(params) -> None:
     fetch(params, 0)
     upload = upload_of(params, 0)
     assert params.open_host(params.units[0])
-    finished = upload.done()
+    finished = upload.transfer.done()
     moves = params.begin_change(params.units[0])
     assert finished or upload in moves
     upload.transfer.result()
@@ -192,7 +192,7 @@ def test_closing_waits_for_copies_under_way(params) -> None:
     fetch(params, 0)
     upload = upload_of(params, 0)
     params.close()
-    assert upload.done()
+    assert upload.transfer.done()
 
 
 # Training #
