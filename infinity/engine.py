@@ -790,7 +790,7 @@ def _close(
     publisher: Publisher | None,
 ) -> None:
     """Close an engine, or one that is collected without `close`: the garbage collector may call this in any thread."""
-    if step.in_worker or session.in_worker:  # a worker thread cannot wait for its own end
+    if session.in_worker:  # a worker thread cannot wait for its own end
         threading.Thread(target=_close, args=(model, optimizer, step, guards, session, publisher)).start()
         return
     session.give_up_saving()

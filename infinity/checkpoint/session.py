@@ -220,8 +220,8 @@ class Session:
 
     @property
     def in_worker(self) -> bool:
-        """This thread is the one that commits steps."""
-        return self.commits is not None and self.commits.is_worker()
+        """Whether this thread is the optimizer's, or the one that commits steps."""
+        return self._runtime.pipeline.is_worker() or (self.commits is not None and self.commits.is_worker())
 
     def finish_commits(self) -> None:
         """See `Commits.finish`."""

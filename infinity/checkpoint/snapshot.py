@@ -22,7 +22,7 @@ from infinity.checkpoint.frozen import FrozenShards
 from infinity.checkpoint.shards import Shard, WrittenPart, trained_numel, units_to_write
 from infinity.checkpoint.sums import crc32
 from infinity.errors import CheckpointError
-from infinity.tiers import Residency
+from infinity.schedule.unit_state import Residency
 from infinity.tiers.states import Tile
 from infinity.zero.build import Runtime
 from infinity.zero.partition import UnitLayout
@@ -124,7 +124,7 @@ class Snapshot:
 
     def _write(self, one: _Unit, start: int, flat: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
-            if self._failure is not None or one.flushed is not None or start < one.stop:
+            if self._failure is not None or start < one.stop:
                 return
             try:
                 self._check(one.shard.unit, start, flat)

@@ -232,7 +232,9 @@ class IoEngine(ABC):
             StorageError: the request is not aligned to the file's `alignment`.
             InfinityError: the engine is closed, or belongs to the parent process.
         """
-        return self._submit(False, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
+        nbytes = span.nbytes if nbytes is None else nbytes
+        check_aligned(file, offset, span, nbytes)
+        return self._submit(False, file, offset, span, priority, nbytes)
 
     def write(
         self,
@@ -244,7 +246,9 @@ class IoEngine(ABC):
         nbytes: int | None = None,
     ) -> IoFuture:
         """Start writing `span` at `offset`, repeatedly if `nbytes` is more; raises like `read`."""
-        return self._submit(True, file, offset, span, priority, span.nbytes if nbytes is None else nbytes)
+        nbytes = span.nbytes if nbytes is None else nbytes
+        check_aligned(file, offset, span, nbytes)
+        return self._submit(True, file, offset, span, priority, nbytes)
 
     def move_blocks(
         self,
@@ -275,7 +279,7 @@ class IoEngine(ABC):
         )
 
     def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
-        """Submit a read or a write; engines that override `read` and `write` need not implement it."""
+        """Submit an aligned read or write; engines that override `read` and `write` need not implement it."""
         raise NotImplementedError
 
     def register(self, span: Span) -> bool:

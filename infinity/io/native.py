@@ -22,7 +22,6 @@ from infinity.io.interface import (
     IoStats,
     Priority,
     Span,
-    check_aligned,
     check_blocks,
     failure,
 )
@@ -115,7 +114,6 @@ class NativeEngine(IoEngine):
     def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
         if not isinstance(file, _NativeFile):
             raise TypeError(f"{file.path} was opened by another engine")
-        check_aligned(file, offset, span, nbytes)
         self._note_asked(write, nbytes)
         try:
             request = self._engine.submit(

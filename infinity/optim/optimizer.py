@@ -184,9 +184,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         Changes by its schedulers then take effect here, too. While an engine trains its parameters, `given` refuses
         `load_state_dict`, which would replace the dicts.
         """
-        for index, group in enumerate(given.param_groups):
-            group.update(self.param_groups[index])
-            self.param_groups[index] = group
+        for group, own in zip(given.param_groups, self.param_groups, strict=True):
+            group.update(own)
+        self.param_groups[:] = given.param_groups
         given.register_load_state_dict_pre_hook(partial(_refuse_loading, weakref.ref(self)))
 
     def state_dict(self) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class UpdatePipeline:
     def submit(self, ticket: UpdateTicket) -> None:
         """Queue an update; its tensors must stay valid until it is finished."""
         ticket.tiles.extend(self._tiles_of(ticket))
+        ticket.drops_grads = ticket.reconstructs_grads
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")

@@ -56,7 +56,8 @@ class UpdateTicket:
         reached: all elements before this one have been updated.
         computed: completes when the new values are in memory; `writes` may still be in flight.
         drops_grads: whether the gradients are dropped after the update, because the old states, the new states and
-            `remainder` can reconstruct them. False from the moment that this is not true for all of them.
+            `remainder` can reconstruct them; set by the submission. False from the moment that this is not true for all
+            of them.
     """
 
     unit: int
@@ -83,15 +84,12 @@ class UpdateTicket:
     reached: int = field(init=False, default=0)
     computed: Future[None] = field(init=False, default_factory=Future)
     writes: list[Transfer] = field(init=False, default_factory=list)
-    drops_grads: bool = field(init=False)
+    drops_grads: bool = field(init=False, default=False)
     remainder: Remainder = field(init=False, default_factory=Remainder)
-
-    def __post_init__(self) -> None:
-        self.drops_grads = self.reconstructs_grads
 
     def has_inputs(self) -> bool:
         """Whether the parameters and gradients have arrived."""
-        return not self.inputs or all(move.done() for move in self.inputs)
+        return not self.inputs or all(move.transfer.done() for move in self.inputs)
 
     def done(self) -> bool:
         return self.computed.done() and (not self.writes or all(write.done() for write in self.writes))

@@ -21,12 +21,12 @@ from infinity.io import Priority
 from infinity.planner.lanes import Cost, Lanes, Speeds
 from infinity.planner.step_work import StepWork, TileWork, UnitWork, aside
 from infinity.schedule import actions
+from infinity.schedule.unit_state import Residency
 from infinity.simulation.clock import Clock, Operation, Transfer
 from infinity.simulation.model import Config, Pass, RankSpec, UnitSpec
 from infinity.simulation.rank import Rank
 from infinity.simulation.rows import Due, Row
 from infinity.simulation.worker import Ticket, Worker
-from infinity.tiers import Residency
 from infinity.tiers.copies import Memory, State
 from infinity.tiers.states import Tile
 

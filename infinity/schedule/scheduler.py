@@ -30,8 +30,7 @@ from infinity.memory import Budget
 from infinity.schedule import actions
 from infinity.schedule.actions import Action, Actions, Event
 from infinity.schedule.cycle import Cycle
-from infinity.schedule.unit_state import UnitState
-from infinity.tiers import Residency
+from infinity.schedule.unit_state import Residency, UnitState
 from infinity.tiers.copies import State
 
 _STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # an Enum look-up takes 0.2 us
@@ -101,14 +100,14 @@ class Scheduler:
 
     @property
     def waits_for_memory(self) -> bool:
-        """Whether an action of the plan or an update waits for memory."""
+        """Whether an action of the plan or an update waits for memory: `MemoryFreed` must follow each poll."""
         return bool(self.planned or self.blocked)
 
     # Passes #
 
     def _begin_pass(self, _: actions.PassBegins) -> Actions:
         self.cycle.begin()
-        self.planned.extend(("evict", unit) for unit in self.cycle.unexpected(row.index for row in self.in_memory))
+        self.planned.extend(("evict", unit) for unit in self.cycle.unexpected(self.in_memory))
         yield from ()
 
     def _end_pass(self, event: actions.PassEnds) -> Actions:
@@ -118,7 +117,7 @@ class Scheduler:
 
     def _use(self, event: actions.UseBegins) -> Actions:
         row = event.unit
-        step = self.cycle.use(row.index)  # the plan's step
+        step = self.cycle.use(row)  # the plan's step
         if step is None:
             if not self.cycle.follows_plan:
                 self.planned.clear()
@@ -288,8 +287,8 @@ class Scheduler:
 
     def _write_and_next_use(self, row: UnitState) -> tuple[bool, int]:
         """Return whether the unit's update is written home, and the position of the unit's next use in the plan."""
-        needed = _NOW if self.cycle.is_leaving(row.index) else self.cycle.first_use(row.index)
-        return self.cycle.leaves_memory(row.index) or self.writes_updates(row), needed
+        needed = _NOW if self.cycle.is_leaving(row) else self.cycle.first_use(row)
+        return self.cycle.leaves_memory(row) or self.writes_updates(row), needed
 
     def writes_updates(self, row: UnitState) -> bool:
         """Whether each update of the unit is written: for crash consistency, or because a rollback needs the old
@@ -332,8 +331,11 @@ class Scheduler:
 
     def _first_in_slot(self, state: State) -> UnitState | None:
         """Return the unit in this state that has been in a slot longest, unless an update reads its gradients."""
-        rows = (self.rows[unit] for unit in self._in_slots if self.rows[unit].spills)
-        return next((row for row in rows if row.gradients is state and not row.gradients_are_used), None)
+        for unit in self._in_slots:
+            row = self.rows[unit]
+            if row.spills and row.gradients is state and not row.gradients_are_used:
+                return row
+        return None
 
 
 # Unbound methods: bound ones would form a cycle, and an unreferenced scheduler would stay until a garbage collection.

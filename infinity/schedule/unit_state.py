@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import Enum, auto
 from typing import Any
 
-from infinity.tiers import Residency
 from infinity.tiers.copies import State
+
+
+class Residency(Enum):
+    """Whether a unit's parameters are in the memory that the model computes in."""
+
+    STORED = auto()  # no
+    FETCHING = auto()  # memory is allocated, the values are on their way
+    RESIDENT = auto()  # yes; an update may be changing or uploading them
 
 
 class UnitState(ABC):
@@ -24,7 +32,7 @@ class UnitState(ABC):
         ahead: a speculative update. Each of these four attributes is None if there is none. The scheduler only
             compares them with None.
         is_reconstructable: whether the old parameters can be reconstructed from the optimizer states, if the next
-            update is like the last one.
+            update is like the last one; False if no states are double-buffered.
     """
 
     __slots__ = (

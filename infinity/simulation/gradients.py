@@ -105,7 +105,7 @@ class GradMemory:
 
     def check(self) -> None:
         """No memory has two owners."""
-        leases = [self.store.units[unit].lease for unit in self.store.leased]
+        leases = [each.lease for each in self.store.leased.values()]
         if len(set(leases)) != len(leases):
             violate("owner", f"units {list(self.store.leased)} have the same memory for gradients")
 
@@ -131,7 +131,7 @@ class GradMemory:
             return False
         if opens and not each.field.version:
             tensor.value = None
-        if any(not move.done() for move in each.host.moves):
+        if any(not move.transfer.done() for move in each.host.moves):
             violate("race", f"gradients of {row.name} are added to while they move")
         self._check_added(row, (step, count))
         tensor.value = value
@@ -165,7 +165,7 @@ class GradMemory:
         store = self.store
         if self.of(row).extent is None or self.state(row) is not _ABSENT or len(store.leased) < len(store.slots):
             return True
-        return any(_is_written(store.units[unit]) for unit in store.leased)
+        return any(map(_is_written, store.leased.values()))
 
     def take_for_update(self, row: Row) -> list[Operation]:
         """The gradients are an update's, once these operations are over."""
@@ -207,5 +207,5 @@ def _operations(move: Move) -> list[Operation]:
 
 
 def _is_written(each: UnitGrads) -> bool:
-    ended = all(move.done() for move in each.host.moves)
+    ended = all(move.transfer.done() for move in each.host.moves)
     return (each.host.state is _LEAVING and ended) or each.host.state is _ABSENT

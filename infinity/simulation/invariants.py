@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from infinity.tiers import Residency
+from infinity.schedule.unit_state import Residency
 from infinity.tiers.copies import State
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from infinity.memory.critical_section import CriticalSection
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule import Cycle, actions, raise_memory
 from infinity.schedule.scheduler import Scheduler
+from infinity.schedule.unit_state import Residency
 from infinity.simulation.activations import Activations
 from infinity.simulation.clock import Clock
 from infinity.simulation.filling import DeviceMemory
@@ -25,7 +26,6 @@ from infinity.simulation.rows import NOTHING, Ahead, Due, Row
 from infinity.simulation.staging import Staging
 from infinity.simulation.states import States
 from infinity.simulation.worker import Ticket, Worker
-from infinity.tiers import Residency
 from infinity.zero.executor import Executor
 
 _STORED, _FETCHING, _RESIDENT = Residency.STORED, Residency.FETCHING, Residency.RESIDENT
@@ -93,8 +93,7 @@ class Performer:
         self._most_actions = most_actions(len(self.rows))
         self.budget = _Ledger(spec.capacity, 2 * self._most_actions)
         capacity = min(rank.capacity for rank in config.ranks)
-        moving = [row.offloaded for row in self.rows]
-        self.cycle = Cycle([row.nbytes for row in self.rows], moving, capacity, config.ahead_bytes)
+        self.cycle = Cycle([row.nbytes for row in self.rows], capacity, config.ahead_bytes)
         self.scheduler = Scheduler(
             self.rows,
             self.cycle,

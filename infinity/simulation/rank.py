@@ -13,6 +13,7 @@ import torch
 
 from infinity.errors import CapacityError, StorageError
 from infinity.schedule import actions
+from infinity.schedule.unit_state import Residency
 from infinity.simulation.clock import Interrupted
 from infinity.simulation.filling import check_filled, filling_of
 from infinity.simulation.invariants import (
@@ -27,7 +28,6 @@ from infinity.simulation.layer_major import LayerMajorPass
 from infinity.simulation.model import Call, Change, Config, Drain, Look, Pass, Step, ZeroGrad
 from infinity.simulation.performer import Performer, Trace
 from infinity.simulation.rows import NOTHING, Due, Row
-from infinity.tiers import Residency
 from infinity.zero.foresight import Foresight
 from infinity.zero.gathering import Gathering
 from infinity.zero.reduction_order import ReductionOrder
@@ -571,7 +571,7 @@ class Rank(Performer):
 
     def _update_all(self, *, clips: bool) -> None:
         """The norm is known: what ran ahead stands or is rolled back, and the others are updated."""
-        rows = [self.rows[unit] for unit in sorted(sorted(self._added), key=self.cycle.first_use)]
+        rows = sorted([self.rows[unit] for unit in sorted(self._added)], key=self.cycle.first_use)
         others = [row for row in rows if row.ahead is None or clips]
         self.roll_back(*others)
         if self._schedule != "barrier":

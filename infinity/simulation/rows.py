@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from infinity.schedule.unit_state import UnitState
+from infinity.schedule.unit_state import Residency, UnitState
 from infinity.simulation.clock import Clock, Operation
 from infinity.simulation.invariants import violate
-from infinity.tiers import Residency
 from infinity.tiers.copies import State
 
 if TYPE_CHECKING:

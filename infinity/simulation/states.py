@@ -125,7 +125,7 @@ class States:
     def arriving(tile: Tile) -> Operation | None:
         """The read of the tile into the ring, while it is under way."""
         move = tile.arriving(_HOST)
-        return None if move is None or move.done() else cast(Transfer, move.transfer).operation
+        return None if move is None or move.transfer.done() else cast(Transfer, move.transfer).operation
 
     def forget(self, unit: int) -> None:
         """A speculative update stands."""

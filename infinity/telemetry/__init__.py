@@ -1,8 +1,7 @@
 """What a step cost: bytes moved, seconds stalled, peaks reached; and what ran when."""
 
-from infinity.telemetry.counters import Counters, StepStats
+from infinity.telemetry.counters import Counters, StallCause, StepStats, Waits
 from infinity.telemetry.monitor import Monitor
-from infinity.telemetry.stalls import StallCause, Waits
 from infinity.telemetry.timeline import Lane, Timed, Timeline, Times, now
 
 __all__ = ["Counters", "Lane", "Monitor", "StallCause", "StepStats", "Timed", "Timeline", "Times", "Waits", "now"]

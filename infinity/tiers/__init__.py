@@ -21,7 +21,7 @@ from infinity.tiers.sharding import WHOLE, Piece, Sharding, overlap
 from infinity.tiers.state_layout import DeviceStates, Fields
 from infinity.tiers.states import StateStore
 from infinity.tiers.swap import SwapSpace, open_swap
-from infinity.tiers.unit_params import Device, FlatSpec, FrozenReader, Residency
+from infinity.tiers.unit_params import Device, FlatSpec, FrozenReader
 from infinity.tiers.weight_files import FileRun, StoredTensor, WeightFile, WeightFiles, lay_out_image
 
 __all__ = [
@@ -48,7 +48,6 @@ __all__ = [
     "Norms",
     "Params",
     "Piece",
-    "Residency",
     "SameMemory",
     "Sharding",
     "StateStore",

@@ -175,7 +175,7 @@ class ActivationStore:
                 return
             if entry.ahead is None:
                 if entry.state(_HOST) is not State.VALID:
-                    if not all(move.done() for move in entry.moves()):
+                    if not all(move.transfer.done() for move in entry.moves()):
                         return
                     self._finish(entry)
                 try:
@@ -265,7 +265,7 @@ class ActivationStore:
             entry.free()
             if entry.place is not None and self._files is not None:
                 self._files.give(entry.place)
-        while self._downloads and self._downloads[0][1].done():
+        while self._downloads and self._downloads[0][1].transfer.done():
             entry, download = self._downloads.popleft()
             entry.finish_move(download)
             if entry.is_newest(_HOST):

@@ -45,18 +45,18 @@ class Checksums:
     def written(self, offset: int, span: Span) -> None:
         """Record the digest of `span`, which is about to be written at `offset` and must not change until then."""
         stop = offset + span.nbytes
-        for other, (nbytes, _) in list(self._digests.items()):
-            if other < stop and offset < other + nbytes:
-                del self._digests[other]
+        for start, (nbytes, _) in list(self._digests.items()):
+            if start < stop and offset < start + nbytes:
+                del self._digests[start]
         self._digests[offset] = (span.nbytes, _digest(span))
 
     def verified(self, read: IoFuture, offset: int, span: Span, locate: Locate) -> IoFuture:
         """Return a read that fails if a range within it does not have the bytes that were written to it."""
         stop = offset + span.nbytes
         expected = {
-            other - offset: (nbytes, digest)
-            for other, (nbytes, digest) in list(self._digests.items())
-            if offset <= other and other + nbytes <= stop
+            start - offset: (nbytes, digest)
+            for start, (nbytes, digest) in list(self._digests.items())
+            if offset <= start and start + nbytes <= stop
         }
 
         def check() -> None:

@@ -96,9 +96,6 @@ class Move:
         self.source = source
         self.target = target
 
-    def done(self) -> bool:
-        return self.transfer.done()
-
     def wait(self, counters: Counters) -> None:
         """Block the compute thread until the move ends.
 
@@ -131,7 +128,7 @@ class Copy:
         """Whether no move touches its bytes. A move that fills the copy counts until `finish_move`."""
         if self.moves:
             fills = self.state is _ARRIVING
-            self.moves = [move for move in self.moves if not move.done() or (fills and move.target is self)]
+            self.moves = [move for move in self.moves if not move.transfer.done() or (fills and move.target is self)]
         return not self.moves
 
     def pin(self) -> None:
@@ -314,7 +311,7 @@ class Field:
         copy = self.copies[memory]
         fills = [move for move in copy.moves if move.target is copy] if copy.moves else []
         for move in () if in_order else fills:
-            if not move.done():
+            if not move.transfer.done():
                 raise RuntimeError(f"{self.name} was changed in {memory.name} while it was still on its way there")
             move.transfer.result()
         for move in fills:

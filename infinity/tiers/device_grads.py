@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -115,13 +115,7 @@ class DeviceSums(_DeviceBuffers):
 
     The buffers are reused in every step. All work on them runs in the order of the compute stream. Downloads must end
     before the next step adds its first gradient. This holds if a step knows the norm of its gradients before it ends.
-
-    Attributes:
-        sums: of a step, by unit and part; views of the units' buffers. Removed by the reader, so that the next gradient
-            begins a new one.
     """
-
-    sums: dict[tuple[UnitGrads, int], torch.Tensor] = field(default_factory=dict)
 
     def make_room(self, each: UnitGrads) -> bool:
         """Allocate a buffer for the unit's gradients if it has none. Return False without room."""
@@ -134,12 +128,12 @@ class DeviceSums(_DeviceBuffers):
 
     def add(self, each: UnitGrads, part: int, start: int, grad: torch.Tensor) -> None:
         """Add the 1-D gradients of a part of the unit, at `start` of its buffer; `make_room` was True."""
-        if (each, part) in self.sums:
-            self.sums[each, part].add_(grad)
+        if part in each.sums:
+            each.sums[part].add_(grad)
         else:
             assert each.sum is not None
-            self.sums[each, part] = each.sum[start : start + grad.numel()]
-            self.sums[each, part].copy_(grad)
+            each.sums[part] = each.sum[start : start + grad.numel()]
+            each.sums[part].copy_(grad)
 
     def give_up(self, each: UnitGrads) -> None:
         """Free the unit's buffer, because its gradients stay on the device from now on."""
@@ -147,9 +141,9 @@ class DeviceSums(_DeviceBuffers):
             buffer, each.sum = each.sum, None
             if buffer is not None:
                 self.budget.give(buffer.nbytes)
-        self.sums = {key: sum_ for key, sum_ in self.sums.items() if key[0] is not each}
+        each.sums.clear()
 
     def close(self) -> None:
         for each in self.units:
             each.sum = None
-        self.sums.clear()
+            each.sums.clear()

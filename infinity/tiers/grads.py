@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -116,6 +116,8 @@ class UnitGrads:
             none.
         measured: the copy of the last norm of `device_tensor`.
         sum: memory on the device for sums over micro-batches, see `DeviceSums`; None if there is none.
+        sums: the sums of this step so far, by part; views of `sum`. Removed by the reader, so that the next gradient
+            begins a new one.
     """
 
     unit: int
@@ -131,6 +133,7 @@ class UnitGrads:
     device_tensor: torch.Tensor | None = None
     measured: Transfer | None = None
     sum: torch.Tensor | None = None
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.field = Field(f"the gradients of unit {self.unit}", (_NVME, _HOST))
@@ -160,7 +163,7 @@ class GradStore:
         streams: the first gradients of a step are downloaded while the device computes, which measures them.
         units: by index.
         dtype: dtype in which gradients are held (float32 if they are accumulated over micro-batches).
-        leased: units that lease memory, or have a slot, for their copies; the longest first.
+        leased: units that lease memory, or have a slot, for their copies, by number; the longest first.
     """
 
     def __init__(
@@ -178,28 +181,28 @@ class GradStore:
         streams: bool = False,
     ) -> None:
         self.streams = streams
-        self.units = tuple(
+        self.units = units = tuple(
             UnitGrads(unit, numel, here * dtype.itemsize)
             for unit, (numel, here) in enumerate(zip(numels, below, strict=True))
         )
+        own, spilled = [units[unit] for unit in homes.own], [units[unit] for unit in homes.spilled]
         self.dtype = dtype
         self._critical = arena.critical
         self._counters = counters
         self._swap = swap
         self.norms = norms
-        for each in (self.units[unit] for unit in homes.own if self.units[unit].nbytes):
-            each.own = arena.lease(each.nbytes)
-            each.tensor = each.own.tensor(dtype)
-        spilled = [self.units[unit] for unit in homes.spilled]
+        for each in own:
+            if each.nbytes:
+                each.own = arena.lease(each.nbytes)
+                each.tensor = each.own.tensor(dtype)
         slot_bytes = max((each.nbytes for each in spilled), default=0)
         self.slots = tuple(arena.lease(slot_bytes) for _ in range(homes.slots))
         for each in spilled:
             each.extent = swap.reserve(each.nbytes)
-        own_bytes = sum(self.units[unit].nbytes for unit in homes.own)
-        self._shared_bytes = 0 if homes.spilled else capacity_bytes - own_bytes
+        self._shared_bytes = 0 if spilled else capacity_bytes - sum(each.nbytes for each in own)
         self._shared = arena.part(self._shared_bytes, counts_leases=True)
         self._largest_bytes = max((each.nbytes for each in self.units if each.own is None), default=0)
-        self.leased: dict[int, None] = {}
+        self.leased: dict[int, UnitGrads] = {}
         self._leased_bytes = 0
         self._arriving: dict[UnitGrads, None] = {}  # units with gradients on their way from the device, oldest first
 
@@ -385,7 +388,7 @@ class GradStore:
             lease = self._memory_for(each)
             if lease is None:
                 return False
-            self.leased[each.unit] = None
+            self.leased[each.unit] = each
             each.lease = lease
             self._leased_bytes += each.nbytes
             self._place(each, lease)
@@ -410,7 +413,7 @@ class GradStore:
 
     def _close_gaps(self) -> bool:
         """Close gaps between leases, see [Note: room for gradients]. Return False while an update uses one."""
-        leased = [self.units[unit] for unit in self.leased]
+        leased = tuple(self.leased.values())
         if any(each.host.pins for each in leased):
             return False
         for each in leased:
@@ -424,13 +427,16 @@ class GradStore:
     def _free_slot(self) -> Lease | None:
         """Return a free slot, or None. If no slot is free, take the one of the first unit whose write has ended."""
         if len(self.leased) == len(self.slots):
-            for each in (self.units[unit] for unit in self.leased):
-                written = each.host.state is State.LEAVING and all(move.done() for move in each.host.moves)
+            for each in self.leased.values():
+                written = each.host.state is State.LEAVING and all(move.transfer.done() for move in each.host.moves)
                 if written or each.host.state is State.ABSENT:  # ABSENT after a read that failed
                     self.await_spill(each)
                     break
-        taken = [self.units[unit].lease for unit in self.leased]
-        return next((slot for slot in self.slots if slot not in taken), None)
+        taken = [each.lease for each in self.leased.values()]
+        for slot in self.slots:
+            if slot not in taken:
+                return slot
+        return None
 
     def _give_back(self, each: UnitGrads) -> None:
         lease, each.lease = each.lease, None

@@ -86,6 +86,7 @@ class Params:
         self._swap = swap
         self.ledger = budget
         self._counters = counters
+        self._allocating = counters.stalled(StallCause.ALLOCATOR)
         self._device = device
         self._spare = SparePages()
         carriers = Carriers(swap, WeightFiles() if files is None else files, device, counters, self._spare)
@@ -203,7 +204,7 @@ class Params:
         """Start the upload of a passing unit if its read has ended; no update may be using the unit."""
         if each.field.arriving(Memory.DEVICE) is None:
             read = each.field.arriving(Memory.HOST)
-            if read is None or read.done():
+            if read is None or read.transfer.done():
                 if read is not None:
                     each.field.finish_move(read)
                 each.start_upload()
@@ -225,7 +226,7 @@ class Params:
             each.await_shard_copy()
         else:
             self._finish(each, Memory.DEVICE)
-        if each.field.state(Memory.DEVICE) is not State.VALID:
+        if each.compute_copy.state is not State.VALID:
             raise RuntimeError(f"unit {each.spec.name} is not resident, and no fetch of it was started")
 
     def _finish(self, each: UnitParams, memory: Memory) -> None:
@@ -320,7 +321,7 @@ class Params:
         Args:
             changed: if False, nothing was written, and nothing needs to be uploaded.
         """
-        if each.field.state(each.update_memory) is not State.WRITING:
+        if each.field.copies[each.update_memory].state is not State.WRITING:
             return
         with self.critical:
             each.field.end_write(each.update_memory, changed=changed)
@@ -426,7 +427,7 @@ class Params:
         if each.spec.offloaded:
             self.ledger.take(each.spec.nbytes, each.spec.name)
         try:
-            with self._counters.stalled(StallCause.ALLOCATOR):
+            with self._allocating:
                 each.buffer.allocate()
         except BaseException:
             if each.spec.offloaded:
@@ -437,7 +438,7 @@ class Params:
             each.upload_after = self._device.link.mark()
 
     def _free(self, each: UnitParams) -> None:
-        with self._counters.stalled(StallCause.ALLOCATOR):
+        with self._allocating:
             each.buffer.free()
         self.ledger.give(each.spec.nbytes)
 
@@ -487,7 +488,7 @@ class Params:
 
     def _reap(self) -> None:
         for each in self._leaving:
-            if each.update_upload is not None and each.update_upload.done():
+            if each.update_upload is not None and each.update_upload.transfer.done():
                 self._finish(each, Memory.DEVICE)
         for each in [each for each in self._leaving if each.field.gone(Memory.HOST)]:
             self._leaving.remove(each)

@@ -54,13 +54,13 @@ class Ring:
     def is_here(self, tile: Tile) -> bool:
         """Whether `hold` of the tile would not wait for a read."""
         copy = tile.copies[_HOST]
-        return copy.state is _VALID or (copy.state is _ARRIVING and copy.moves[0].done())
+        return copy.state is _VALID or (copy.state is _ARRIVING and copy.moves[0].transfer.done())
 
     # Slots #
 
     def reap(self) -> None:
         """Free the slots of tiles whose writes have ended."""
-        while self._leaving and self._leaving[0].home_copy.moves[0].done():
+        while self._leaving and self._leaving[0].home_copy.moves[0].transfer.done():
             self._finish_write()
 
     def clear(self) -> None:
@@ -242,7 +242,7 @@ class Ring:
         self._free_slot(tile)
 
     def _finish(self, tile: Tile, move: Move) -> None:
-        with nullcontext() if move.done() else self._waits.waiting(move.cause):
+        with nullcontext() if move.transfer.done() else self._waits.waiting(move.cause):
             tile.finish_move(move)
 
     def _free_slot(self, tile: Tile) -> None:

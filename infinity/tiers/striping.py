@@ -62,7 +62,7 @@ class Striping:
         parts = [0] * len(self._stripes)
         for begin in range(0, nbytes, _GRAIN_BYTES):
             grain = min(_GRAIN_BYTES, nbytes - begin)
-            behind = min(self._with_room(parts, grain), key=lambda i: self._fill(i, parts[i]), default=None)
+            behind = min(self._with_room(parts, grain), key=lambda file: self._fill(file, parts[file]), default=None)
             if behind is None:
                 raise self._full(nbytes)
             parts[behind] += grain
@@ -75,11 +75,13 @@ class Striping:
 
     def _with_room(self, parts: Sequence[int], grain: int) -> list[int]:
         return [
-            i for i, stripe in enumerate(self._stripes) if self.sizes[i] + parts[i] + grain <= stripe.capacity_bytes
+            file
+            for file, stripe in enumerate(self._stripes)
+            if self.sizes[file] + parts[file] + grain <= stripe.capacity_bytes
         ]
 
-    def _fill(self, index: int, part: int) -> float:
-        return (self.sizes[index] + part) / self._stripes[index].weight
+    def _fill(self, file: int, part: int) -> float:
+        return (self.sizes[file] + part) / self._stripes[file].weight
 
     def _full(self, nbytes: int) -> StorageError:
         in_use = ", ".join(

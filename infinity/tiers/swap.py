@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import sys
@@ -339,13 +338,13 @@ class SwapSpace:
 
 def overlapping(extent: Extent, span: Span, offset: int) -> list[tuple[Piece, Span]]:
     """Return the ranges of the pieces that hold [offset, offset + span.nbytes), each with its part of `span`."""
-    parts = []
-    starts = itertools.accumulate((piece.nbytes for piece in extent.pieces), initial=0)
-    for piece, start in zip(extent.pieces, starts, strict=False):
+    parts, start = [], 0
+    for piece in extent.pieces:
         begin, end = max(offset, start), min(offset + span.nbytes, start + piece.nbytes)
         if begin < end:
             within = Piece(piece.file, piece.offset + begin - start, end - begin)
             parts.append((within, Span(span.address + begin - offset, end - begin, span.owner)))
+        start += piece.nbytes
     return parts
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from functools import cached_property
 
 import torch
 
@@ -73,7 +73,7 @@ class FlatSpec:
         ends = (at for at, letter in enumerate(path) if letter == ".")
         return ("", *(path[:end] for end in ends), path)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
@@ -82,15 +82,15 @@ class FlatSpec:
         """Bytes of the whole unit; 0 if it is never evicted."""
         return self.nbytes if self.offloaded else 0
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         return self.numel // self.sharding.count
 
-    @property
+    @cached_property
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """The shard's ranges in the flat tensor."""
         return self.sharding.pieces(self.trainable_numel, self.numel)
@@ -137,23 +137,6 @@ class Carriers:
     device: Device | None
     counters: Counters
     spare: SparePages
-
-
-class Residency(Enum):
-    """Whether a unit's parameters are in the memory that the model computes in."""
-
-    STORED = auto()  # no
-    FETCHING = auto()  # memory is allocated, the values are on their way
-    RESIDENT = auto()  # yes; an update may be changing or uploading them
-
-
-_RESIDENCY = {
-    State.ABSENT: Residency.STORED,
-    State.LEAVING: Residency.STORED,
-    State.ARRIVING: Residency.FETCHING,
-    State.VALID: Residency.RESIDENT,
-    State.WRITING: Residency.RESIDENT,
-}
 
 
 class UnitParams:
@@ -230,15 +213,6 @@ class UnitParams:
         Between `Params.open_host` and `close_host` it may be changed, once `Params.host_wait` has returned.
         """
         return self.tensor if self.lease is None else self.lease.tensor(self.spec.dtype)
-
-    @property
-    def residency(self) -> Residency:
-        """Whether the unit is in the memory that the model computes in."""
-        return Residency.RESIDENT if self.update_upload is not None else _RESIDENCY[self.compute_copy.state]
-
-    def can_update(self) -> bool:
-        """Whether an update of the unit may begin: the unit is in the memory that updates change, or being fetched."""
-        return self.home is Memory.SHARD or self.residency is not Residency.STORED
 
     def is_dirty(self) -> bool:
         """Whether the home does not have the newest values."""

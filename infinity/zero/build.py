@@ -401,8 +401,7 @@ def _make_executor(
     """Create the executor, with the units' rows, their views, and the cycle of uses."""
     sizing, params, grads = plan.sizing, stores.params, stores.grads
     capacity_bytes = plan.ranks.least(memory.device.params.capacity_bytes)
-    moving = [spec.offloaded for spec in sizing.specs]
-    cycle = Cycle([spec.nbytes for spec in sizing.specs], moving, capacity_bytes, sizing.ahead_bytes)
+    cycle = Cycle([spec.nbytes for spec in sizing.specs], capacity_bytes, sizing.ahead_bytes)
     views = ModelViews(writable=plan.config.zero.stage < 3)
     layouts = sizing.partition.units
     units = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from torch import nn
@@ -41,7 +41,7 @@ class ComputeLane(Listener):
         self._timeline = timeline
         self._moment = moment
         self._pass = ""
-        self._uses: list[Unit] = []  # units, innermost last
+        self._uses: list[Unit] = []  # innermost first
         self._since: Timed | None = None  # the start of the running span; None outside of a pass
 
     @contextmanager
@@ -69,7 +69,7 @@ class ComputeLane(Listener):
     def _cut(self) -> None:
         """Record the span since the last cut for the innermost use, or for no unit."""
         if self._since is not None:
-            unit = self._uses[-1].index if self._uses else None
+            unit = self._uses[0].index if self._uses else None
             self._timeline.record(Lane.COMPUTE, self._pass, _Between(self._since, self._moment()), unit)
 
     # Listener #
@@ -77,20 +77,19 @@ class ComputeLane(Listener):
     def enter(self, units: tuple[Unit, ...]) -> None:
         with self._paused():
             self._listener.enter(units)
-        self._uses.extend(reversed(units))
+        self._uses[:0] = units
 
     def backward_enter(self, units: tuple[Unit, ...]) -> None:
         with self._paused():
             self._listener.backward_enter(units)
-        self._uses.extend(reversed(units))
+        self._uses[:0] = units
 
     def leave(self, units: tuple[Unit, ...], *, ends_forward: bool = False) -> None:
         with self._paused():
             self._listener.leave(units, ends_forward=ends_forward)
         for unit in units:
-            index = next((i for i in reversed(range(len(self._uses))) if self._uses[i] is unit), None)
-            if index is not None:  # an exception may have ended its `enter`
-                del self._uses[index]
+            with suppress(ValueError):  # an exception may have ended its `enter`
+                self._uses.remove(unit)
 
     def backward_left(self, units: tuple[Unit, ...]) -> None:
         with self._paused():

@@ -10,6 +10,7 @@ from torch import nn
 
 from infinity.errors import InfinityError
 from infinity.kernels import GradStats
+from infinity.schedule.unit_state import UnitState
 from infinity.telemetry import Counters
 from infinity.tiers import DeviceSums
 from infinity.tiers.norms import Coming
@@ -64,7 +65,9 @@ class Gradients:
     def take(self, unit: Unit, index: int, param: nn.Parameter) -> Addend | None:
         """Remove `param.grad`. Return the gradients that are to be added now."""
         unit.running.arrived.add(index)
-        grad = local_gradient(param)
+        grad = param.grad
+        if type(grad) is not torch.Tensor:  # nearly all are plain tensors
+            grad = local_gradient(param)
         if grad is None:
             raise RuntimeError(f"gradient of {unit.layout.params[index].name} is missing when its hook runs")
         if grad.layout is not torch.strided:
@@ -80,18 +83,18 @@ class Gradients:
             The gradients for `try_add`; None if nothing leaves the device yet.
         """
         unit, part, place, grad, *_ = addend
-        step = unit.total.step
+        step, sums = unit.total.step, unit.grads.sums
         begins_here = (
             not self.last_pass
             and (step is None or part not in step.stats)
             and not unit.is_updated_on_device  # else its gradients never leave the device
             and self._sums.make_room(unit.grads)
         )
-        if not begins_here and (unit.grads, part) not in self._sums.sums:
+        if not begins_here and part not in sums:
             return addend
         self._sums.add(unit.grads, part, place.start, grad.view(-1))
         if self.last_pass:
-            return addend._replace(values=self._sums.sums.pop((unit.grads, part)))
+            return addend._replace(values=sums.pop(part))
         unit.total.begun().present.update(addend.present)
         unit.running.added.update(addend.of_pass)
         return None
@@ -106,14 +109,15 @@ class Gradients:
 
     def sums_left(self) -> Iterator[Addend]:
         """Yield the sums on the device to which the last micro-batch has added nothing."""
-        for held, part in list(self._sums.sums):
-            addend = self._sum_of(self._units[held.unit], part)
-            del self._sums.sums[held, part]
-            yield addend
+        for unit in reversed(self._units):  # as backward reaches them
+            for part in list(unit.grads.sums):
+                addend = self._sum_of(unit, part)
+                del unit.grads.sums[part]
+                yield addend
 
     def _sum_of(self, unit: Unit, part: int) -> Addend:
         """Return the device's sum of a part, to be added on the host."""
-        values = self._sums.sums[unit.grads, part]
+        values = unit.grads.sums[part]
         place = slice(0, values.numel()) if part == WHOLE else _place(unit, part)
         return Addend(unit, part, place, values, (), ())  # the parameters are recorded already
 
@@ -143,7 +147,7 @@ class Gradients:
         unit.running.added.update(addend.of_pass)
         return True
 
-    def begin_backward(self, *, last: bool, uses: Sequence[int] | None) -> None:
+    def begin_backward(self, *, last: bool, uses: Sequence[UnitState] | None) -> None:
         """Begin a backward pass; `last` is whether it is the last one of a step.
 
         Args:
@@ -170,17 +174,21 @@ class Gradients:
             unit.total.begun().present.update(indices)
         for unit in self._units:
             if unit.total.step is not None and not unit.total.step.present:
-                self._sums.sums.pop((unit.grads, WHOLE), None)
+                unit.grads.sums.pop(WHOLE, None)
                 self._drop(unit)
 
     # Sums #
 
     def units_with_gradients(self) -> list[Unit]:
-        return [unit for unit in self._units if unit.total.present]
+        return [unit for unit in self._units if unit.total.step is not None and unit.total.step.present]
+
+    def are_finite(self, unit: Unit) -> bool:
+        """Whether the unit's gradients, or this rank's shard of them, are finite. Blocks until they have come."""
+        return all(each.finite for each in self.stats(unit))
 
     def start_vote(self, unit: Unit) -> Vote:
         """Start a vote on whether a gradient of the unit is not finite, on any rank or in any part of the model."""
-        not_finite, sharing = not all(each.finite for each in self.stats(unit)), self.source.groups.sharing
+        not_finite, sharing = not self.are_finite(unit), self.source.groups.sharing
         if self._parts.ranks.size == 1:
             return sharing.ask(not_finite)
         with self.source.agreeing():
@@ -246,11 +254,10 @@ class Gradients:
             InfinityError: they are not reduced over the ranks yet.
         """
         self.check_reduced()
-        for grads, part in list(self._sums.sums):
-            if grads is unit.grads:
-                if not self.try_add(self._sum_of(unit, part)):  # the sum stays on the device, also after an error
-                    return None
-                del self._sums.sums[grads, part]
+        for part in list(unit.grads.sums):
+            if not self.try_add(self._sum_of(unit, part)):  # the sum stays on the device, also after an error
+                return None
+            del unit.grads.sums[part]
         return unit.grads_store.open(unit.grads)
 
     def check_reduced(self) -> None:
@@ -301,14 +308,14 @@ class Gradients:
             for index in indices[unit]:
                 step.present.discard(index)
                 step.stats.pop(index, None)
-                self._sums.sums.pop((unit.grads, index), None)
+                unit.grads.sums.pop(index, None)
             if not step.present:
                 self._drop(unit)
 
     def drop_all(self) -> None:
         self.source.clear()
-        self._sums.sums.clear()
         for unit in self._units:
+            unit.grads.sums.clear()
             if unit.total.step is not None:
                 self._drop(unit)
 

@@ -16,6 +16,17 @@ node, autograd would first sum the gradients of an input within the call, and th
 A sum in another order has other bits, which would then depend on the units that can be evicted. Hooks on tensors do not
 change the order.
 
+[Note: function modes]
+During a forward, the mode of reads.py and the user's `TorchFunctionMode`s are called for every torch function of the
+thread, also for `tensor.requires_grad`. The hooks of modules, and what they call, are not a part of the forward, so
+they run without these modes.
+
+[Note: dispatch modes]
+A `TorchDispatchMode` sees all operations of its thread, and may replace their results. Selective activation
+checkpointing is one: when backward repeats a forward pass, it returns the results that it has kept of the first pass.
+The engine's operations differ between the two passes. A mode that replaced their results would put old values into the
+model, or stop an update half way. So listeners handle events, and other operations of a step, outside of these modes.
+
 [Note: which nodes are older]
 A node's sequence number gives its age, counted by the thread that made it. A reentrant checkpoint records and runs a
 graph within backward, on a device in another thread than the forward pass. So a call is compared only with nodes of the
@@ -54,15 +65,16 @@ at the end of backward.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError
@@ -73,6 +85,22 @@ from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import Partition
 from infinity.zero.reads import ParameterReads, Used
 from infinity.zero.unit import Unit, UnitCalls
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, which runs without the dispatch modes of its caller; see [Note: dispatch modes]."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Listener:
@@ -204,7 +232,7 @@ class Hooks:
         for unit in self._units:
             unit.calls.end_backward()
         self._outermost = None
-        self._begun.end(lambda call: True)
+        self._begun.end_all()
 
     def abandon(self) -> None:
         """Leave the running calls after an exception: torch may not have called their hooks."""
@@ -232,42 +260,46 @@ class Hooks:
         followed = [unit for unit in units if unit.calls.followed]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # Before the call opens: asking for the node of a view that was changed in place makes autograd create it.
-            inputs = list(_recorded((args, kwargs))) if moving and torch.is_grad_enabled() else []
-            call = _Call(module, units, followed, self._begun)
-            call.claims = self.thread.claim()
-            try:
-                self._listener.enter(units)
-            except BaseException:
-                if call.claims:
-                    self.thread.release()
-                raise
-            self._count(units)
-            call.watches = self._reads.begin()
-            self._running.append(call)
-            call.has_inputs = bool(inputs)
-            for tensor in inputs:
-                tensor.register_hook(partial(self._begun.end_newer, _node_of(tensor)))
+            with torch._C.DisableTorchFunction():  # see [Note: function modes]
+                # First: asking for the node of a view that was changed in place makes autograd create it.
+                inputs = _recorded(_tensors(args, kwargs)) if moving and torch.is_grad_enabled() else []
+                call = _Call(module, units, followed, self._begun)
+                running = self._running
+                is_inner = bool(running) and running[-1].thread == call.thread  # the outermost call holds the claim
+                call.claims = not is_inner and self.thread.claim()
+                try:
+                    self._listener.enter(units)
+                except BaseException:
+                    if call.claims:
+                        self.thread.release()
+                    raise
+                self._count(units)
+                call.watches = self._reads.begin()
+                running.append(call)
+                call.has_inputs = bool(inputs)
+                for tensor in inputs:
+                    tensor.register_hook(partial(self._begun.end_newer, _node_of(tensor)))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            running = self._running
-            if not running or running[-1].module is not module or running[-1].thread != threading.get_ident():
-                return  # an exception came before `before`
-            call = running.pop()
-            if call.claims:
-                self.thread.release()
-            if call.watches:
-                self._reads.end()
-            self._listener.leave(tuple(call.units), ends_forward=not running)
-            if not running:
-                self._refuse_views(output)
-            if not torch.is_grad_enabled():
-                return
-            if call.followed:
-                call.begin_with(output, (args, kwargs))
-            if module is self._model:
-                for tensor in _recorded_with_bases(output, (args, kwargs)):
-                    tensor.register_hook(self._backward_begins)
+            with torch._C.DisableTorchFunction():
+                running = self._running
+                if not running or running[-1].module is not module or running[-1].thread != threading.get_ident():
+                    return  # an exception came before `before`
+                call = running.pop()
+                if call.claims:
+                    self.thread.release()
+                if call.watches:
+                    self._reads.end()
+                self._listener.leave(tuple(call.units), ends_forward=not running)
+                if not running:
+                    self._refuse_views(output)
+                if not torch.is_grad_enabled():
+                    return
+                if call.followed:
+                    call.begin_with(output, (args, kwargs))
+                if module is self._model:
+                    for tensor in _recorded_with_bases(output, (args, kwargs)):
+                        tensor.register_hook(self._backward_begins)
 
         if self._compiled:
             before, after = left_out(before), left_out(after)
@@ -360,7 +392,7 @@ class Hooks:
             self._listener.gradient_ready(unit, index, param)  # type: ignore[arg-type]
             calls.gradients += 1
             if self._alone and calls.followed and calls.gradients == unit.total.trained:
-                self._begun.end(lambda call: unit in call.followed and call.is_through)
+                self._begun.end_through(unit)
 
         handle = param.register_post_accumulate_grad_hook(ready)
         self._handles.append(handle)
@@ -452,10 +484,9 @@ class _Call:
 
         An argument that is returned unchanged (a position bias that all layers pass on) does not belong to the call.
         """
-        passed = {id(tensor) for tensor in _tensors(given)}
         for tensor in _recorded_with_bases(result, given):
             node = _node_of(tensor)
-            if id(tensor) not in passed or node >= self.first_node:
+            if node >= self.first_node or all(tensor is not passed for passed in _tensors(given)):
                 tensor.register_hook(partial(self.begin, node))
 
     def begin(self, node: int, grad: torch.Tensor) -> None:
@@ -488,49 +519,55 @@ class _BegunCalls:
         self.listener.backward_enter(call.entered)
         running = torch._C._current_graph_task_id()
         if running not in self._pass_of.values():
-            end = partial(self.end, lambda call: self._pass_of[call] == running)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_pass, running))
         self._pass_of[call] = running
 
     def end_newer(self, node: int, grad: torch.Tensor | None = None) -> None:
         """End calls newer than the node that autograd is about to run, see [Note: which nodes are older]."""
         if self._pass_of:
             running = torch._C._current_graph_task_id()
-            self.end(lambda call: self._pass_of[call] == running and call.first_node > node)
+            self._end([call for call, begun in self._pass_of.items() if begun == running and call.first_node > node])
 
-    def end(self, is_over: Callable[[_Call], bool]) -> None:
-        for call in [call for call in reversed(self._pass_of) if is_over(call)]:  # inner calls first
+    def end_through(self, unit: Unit) -> None:
+        """End the unit's calls that are through."""
+        self._end([call for call in self._pass_of if unit in call.followed and call.is_through])
+
+    def end_all(self) -> None:
+        self._end(list(self._pass_of))
+
+    def _end_pass(self, number: int) -> None:
+        self._end([call for call, begun in self._pass_of.items() if begun == number])
+
+    def _end(self, calls: Sequence[_Call]) -> None:
+        for call in reversed(calls):  # inner calls first
             del self._pass_of[call]
             self.listener.leave(call.entered)
             self.listener.backward_left(call.entered)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested tuples, lists and mappings (model outputs are mappings)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and mappings (model outputs are mappings), in order."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(*value)
+        elif isinstance(value, Mapping):
+            found += _tensors(*value.values())
+    return found
 
 
-def _levels(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensor, and the tensors inside of it, see [Note: tensors within a transform]."""
-    yield tensor
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-        yield tensor
-
-
-def _recorded(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have an autograd node, at every level."""
-    for tensor in _tensors(value):
-        for level in _levels(tensor):
+def _recorded(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those tensors that have an autograd node, at every level, see [Note: tensors within a transform]."""
+    found = []
+    for tensor in tensors:
+        level: torch.Tensor | None = tensor
+        while level is not None:
             if level.requires_grad and level.grad_fn is not None:
-                yield level
+                found.append(level)
+            level = get_unwrapped(level) if is_functorch_wrapped_tensor(level) else None
+    return found
 
 
 def _node_of(tensor: torch.Tensor) -> int:
@@ -539,15 +576,16 @@ def _node_of(tensor: torch.Tensor) -> int:
     return tensor.grad_fn._sequence_nr()
 
 
-def _recorded_with_bases(result: Any, given: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of `_recorded`, and the bases of views in the result that are not in `given`.
+def _recorded_with_bases(result: Any, given: Any) -> list[torch.Tensor]:
+    """Return the tensors of `_recorded`, and the bases of views in the result that are not in `given`.
 
     If a view is changed in place later, such as a linear layer's output (`hidden += residual`), autograd gives it a new
     history. This history has the hooks of the base, but not the view's own.
     """
-    yield from _recorded(result)
-    bases = [tensor._base for tensor in _tensors(result) if tensor._base is not None]
+    tensors = _tensors(result)
+    found = _recorded(tensors)
+    bases = [tensor._base for tensor in tensors if tensor._base is not None]
     if bases:
         known = {id(own): own for tensor in _tensors(given) for own in (tensor, tensor._base)}  # held: no id is reused
-        made = {id(base): base for base in bases if id(base) not in known}
-        yield from _recorded(list(made.values()))
+        found += _recorded([base for base in {id(base): base for base in bases}.values() if id(base) not in known])
+    return found

@@ -44,6 +44,7 @@ class InFlight:
         self._grads = grads
         self._pipeline = pipeline
         self._counters = counters
+        self._computing = counters.stalled(StallCause.OPTIMIZER, pipeline.waits)  # the context of waits for the worker
         # Units whose updates are computed or have failed. Weak, because row, ticket and callback would form a cycle.
         self._ended: SimpleQueue[ReferenceType[Unit]] = SimpleQueue()
         # The containers below keep only the order of units. The rows have the state: after an interrupt, an entry may
@@ -148,7 +149,8 @@ class InFlight:
         self._pipeline.submit(ticket)
         ticket.computed.add_done_callback(partial(_note_ended, self._ended, ref(row)))
         written = params.write_through(ticket) if write else None
-        reconstructable = self._pipeline.rollback.can_reconstruct_param(segments, self._grads.dtype)
+        rollback, double_buffered = self._pipeline.rollback, self._params.is_double_buffered
+        reconstructable = double_buffered and rollback.can_reconstruct_param(segments, self._grads.dtype)
         self._submitted[row] = None
         row.submit(ticket, written, keeps_grads=before is not None, reconstructable=reconstructable)
         return ticket
@@ -196,7 +198,7 @@ class InFlight:
         """
         ticket, params = row.ticket, row.params
         if ticket is not None:
-            with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
+            with self._computing:
                 sends = params.upload_part if params.can_upload_parts() else None
                 self._pipeline.wait_computed(ticket, sends)
             self._params.end_change(params)
@@ -208,7 +210,7 @@ class InFlight:
             # An interrupt may have lost an entry of `_ended`, so look at the tickets first.
             self._computed |= {row: None for row in self._submitted if self._is_computed(row)}
             if not self._computed:
-                with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
+                with self._computing:
                     ended = self._ended.get()
                 self._note_computed(ended())
         for row in self._computed:
@@ -242,7 +244,7 @@ class InFlight:
         """Block until the unit's submitted update is computed and written."""
         ticket = row.ticket
         assert ticket is not None
-        with self._counters.stalled(StallCause.OPTIMIZER, self._pipeline.waits):
+        with self._computing:
             self._pipeline.wait_computed(ticket)
         with self._counters.stalled(StallCause.DISK_WRITE):
             ticket.result()
@@ -264,9 +266,11 @@ class InFlight:
                 self._grads.keep_after_update(row.grads)
                 self.gradients_may_spill = True
             self._params.close_host(row.params, changed=ticket.chosen)  # a withdrawn update changes nothing
-            if write is not None:
+            # Either raises if the update failed: the update is the transfer of `write`.
+            if write is None:
+                ticket.result()
+            else:
                 row.params.field.finish_move(write)
-            ticket.result()  # raises if the update failed
             self.finished.append(row)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.optim.formats import init_states, read_master
 from infinity.optim.pipeline import UpdatePipeline
-from infinity.tiers import Residency
+from infinity.schedule.unit_state import Residency
 from infinity.tiers.state_layout import StateLayout
 from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.initial_values import InitialValues

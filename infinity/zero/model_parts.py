@@ -132,6 +132,6 @@ def _from_local(param: Any, values: torch.Tensor) -> torch.Tensor:
 def local_gradient(param: Any) -> torch.Tensor | None:
     """Return this process's part of `param.grad`. The processes of the model call this together."""
     grad = param.grad
-    if grad is None or type(grad) is torch.Tensor or not is_distributed(grad):  # nearly all are plain tensors
+    if grad is None or not is_distributed(grad):
         return grad  # type: ignore[no-any-return]
     return grad.redistribute(placements=param.placements).to_local()  # type: ignore[no-any-return]

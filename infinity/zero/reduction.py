@@ -33,6 +33,7 @@ import torch
 from infinity.errors import DivergedError, InfinityError
 from infinity.kernels import GradStats
 from infinity.memory import Loan, scratch_on
+from infinity.schedule.unit_state import UnitState
 from infinity.telemetry import Counters, StallCause
 from infinity.tiers import Sharding
 from infinity.zero.agreement import agree, optimizer_facts
@@ -82,7 +83,7 @@ class Direct:
         info, here = unit.layout.params[index], (index,)
         return Addend(unit, index, slice(info.offset, info.offset + info.numel), grad.contiguous(), here, here)
 
-    def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
+    def begin_pass(self, *, last: bool, uses: Sequence[UnitState] | None = None) -> None:
         """Do nothing: all passes are alike."""
 
     def leave(self, *_: Unit) -> Iterator[Any]:
@@ -246,7 +247,7 @@ class Reduction:
     def _empty(self, unit: UnitLayout) -> Collected:
         return Collected(self._scratch.take(unit.trainable_numel, self._rules.collect_dtype))
 
-    def begin_pass(self, *, last: bool, uses: Sequence[int] | None = None) -> None:
+    def begin_pass(self, *, last: bool, uses: Sequence[UnitState] | None = None) -> None:
         """Begin a backward pass; `last` is whether it is the last one of a step.
 
         Args:
@@ -257,18 +258,18 @@ class Reduction:
         self._present = self._no_flags()
         calls = Counter(uses or ())
         for unit in self._units:
-            unit.running.uses, unit.running.left = calls[unit.index], 0
+            unit.running.uses, unit.running.left = calls[unit], 0
         self._used.clear()
         if self._reduces and not self._knows_order:
             self._learn_order(reversed(list(calls)))
             self._knows_order = True
         self._order.begin(None if uses is None else {unit for unit in self._units if unit.running.uses})
 
-    def _learn_order(self, order: Iterable[int]) -> None:
+    def _learn_order(self, order: Iterable[UnitState]) -> None:
         """Replace every rank's order by rank 0's."""
         known = torch.full((len(self._units),), -1, dtype=torch.int64, device="cpu")
-        early = {unit.index for unit in self._order.order}
-        mine = torch.tensor([index for index in order if index in early], dtype=torch.int64, device="cpu")
+        early = set(self._order.order)
+        mine = torch.tensor([unit.index for unit in order if unit in early], dtype=torch.int64, device="cpu")
         known[: len(mine)] = mine
         with self.agreeing():
             self.groups.all.broadcast(known)
@@ -348,7 +349,7 @@ class Reduction:
                 yield from self._reduce(unit)
             yield from self._finish()
             if not order_suits:
-                self._learn_order(unit.index for unit in self._order.left)
+                self._learn_order(self._order.left)
             if self._last:  # in earlier passes, units with partial sums send no flags
                 self._order.note_used(self._used | {unit for unit, _ in self.flagged()})
 

@@ -23,7 +23,7 @@ from infinity.errors import CapacityError, InfinityError, NonFiniteError
 from infinity.kernels import Rule
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.ticket import Segment
-from infinity.tiers import Sharding, overlap
+from infinity.tiers import Sharding
 from infinity.zero.executor import Executor
 from infinity.zero.foresight import Foresight
 from infinity.zero.gradients import Gradients
@@ -84,12 +84,13 @@ class Updates:
         self._pipeline = pipeline
         self._gradients = gradients
         self._rule_of = rule_of
+        self._rules: dict[tuple[int, int, float], Rule] = {}  # results of `rule_of`, which the units of a pass share
         self._schedule = schedule
         self._max_norm = max_norm
         self._losses = losses
         self._sums_sq: list[float] = []  # of the units updated so far in this step, under `backward`
-        self._due: dict[Unit, None] = {}  # units with final gradients, which may still be on their way to the host
-        self._votes: dict[Unit, Vote] = {}  # units whose gradients have arrived, while the ranks vote on them
+        # Units with final gradients, perhaps still on their way to the host; with the ranks' vote, once it has begun.
+        self._final: dict[Unit, Vote | None] = {}
         self._update_order: list[int] = []  # units in the order of their updates, probably that of the next step, too
         self._early = True
         self._foresight = Foresight()
@@ -105,10 +106,10 @@ class Updates:
             early: each gradient is final on arrival, because the step has one pass.
         """
         self._early = early
+        self._rules.clear()
         for unit in self._executor.units:
             unit.running = UnitPass(unit in in_parts)
-        self._due.clear()
-        self._votes.clear()
+        self._final.clear()
         self._pipeline.prefer(begun=True)
         speculates = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.speculates
         if speculates:
@@ -130,8 +131,7 @@ class Updates:
     def in_parts(self, unit: Unit) -> None:
         """Note that the unit's gradients are complete only at the end of the running backward pass."""
         unit.running.in_parts = True
-        self._due.pop(unit, None)
-        self._votes.pop(unit, None)
+        self._final.pop(unit, None)
 
     def check_parts(self, unit: Unit, index: int) -> None:
         """Check that a parameter's further gradient in a backward pass comes before its unit's update.
@@ -161,8 +161,7 @@ class Updates:
         if unit.running.in_parts:
             return
         if self._schedule is UpdateSchedule.BACKWARD:
-            self._votes.pop(unit, None)  # more of its gradient has come since the vote began
-            self._due[unit] = None
+            self._final[unit] = None
             if self._gradients.alone:
                 self._update_due()
             else:
@@ -193,8 +192,13 @@ class Updates:
     def _all_final(self) -> None:
         """Update all units that have gradients and are not updated yet."""
         self._update_voted()
-        self._due |= dict.fromkeys(self._gradients.units_with_gradients())
-        self._update_due(len(self._due))
+        self._final |= dict.fromkeys(self._gradients.units_with_gradients())
+        self._update_due(len(self._final))
+
+    @property
+    def _due(self) -> list[Unit]:
+        """Units with final gradients on which the ranks do not vote yet."""
+        return [unit for unit, vote in self._final.items() if vote is None]
 
     def _update_due(self, least: int = 0, leave: int = 0) -> bool:
         """Update due units whose gradients have arrived. Return whether any was updated.
@@ -209,24 +213,28 @@ class Updates:
             leave: how many votes may still be open at the end.
         """
         updated = False
-        for done, unit in enumerate(list(self._due)):
+        for done, unit in enumerate(self._due):
             if done >= least and not (self._gradients.alone and unit.grads_store.has_come(unit.grads)):
                 break
-            del self._due[unit]
-            self._losses.check_late()
-            self._votes[unit] = self._gradients.start_vote(unit)
-            updated |= self._update_voted(0 if self._gradients.alone else _OPEN_VOTES)
+            if not self.under_way:
+                self._losses.check_late()
+            if self._gradients.alone:
+                del self._final[unit]
+                self._update_final(unit, finite=self._gradients.are_finite(unit))
+                updated = True
+            else:
+                self._final[unit] = self._gradients.start_vote(unit)
+                updated |= self._update_voted(_OPEN_VOTES)
             self._executor.poll()  # upload updates that ended while this thread waited
         return self._update_voted(leave) or updated
 
     def _update_voted(self, leave: int = 0) -> bool:
         """Update the units that the ranks have voted on, except the last `leave`. Return whether any was updated."""
-        done = 0
-        while len(self._votes) > leave:
-            unit = next(iter(self._votes))
-            self._update_final(unit, finite=self._gradients.is_finite(self._votes.pop(unit)))
-            done += 1
-        return done > 0
+        voted = [(unit, vote) for unit, vote in self._final.items() if vote is not None]
+        for unit, vote in voted[: len(voted) - leave]:
+            del self._final[unit]
+            self._update_final(unit, finite=self._gradients.is_finite(vote))
+        return len(voted) > leave
 
     def _update_final(self, unit: Unit, *, finite: bool) -> None:
         if not finite:
@@ -294,14 +302,15 @@ class Updates:
         if not final or not waiting:
             return False
         self.gradients_final(waiting[-1])  # backward probably reached it first
-        self._update_due(len(self._due))
+        self._update_due(len(self._final))
         self._executor.drain()
         return True
 
     def pause(self, unit: Unit) -> None:
         """Note that the unit's gradients do not change for a while."""
         unit.grads_store.pause(unit.grads)
-        self._executor.gradients_pause(unit)
+        if unit.spills:
+            self._executor.gradients_pause()
 
     def local_values(self, unit: Unit) -> torch.Tensor:
         """Return the unit's gradients, to read or to change (`remeasure` follows).
@@ -331,6 +340,7 @@ class Updates:
 
     def _finish_step(self) -> StepOutcome:
         self._pipeline.prefer(begun=False)
+        self._rules.clear()  # the user may have changed hyper-parameters since the backward pass
         for addend in self._gradients.finish():
             self._add_with_room(addend)
         if self._schedule is UpdateSchedule.BACKWARD:
@@ -368,7 +378,7 @@ class Updates:
         """Update all units that have gradients. Commit speculative updates that used the same rules, and roll back the
         others."""
         units = self._gradients.units_with_gradients()
-        units.sort(key=lambda unit: self._executor.cycle.first_use(unit.index))
+        units.sort(key=self._executor.cycle.first_use)
         segments = {unit: self._segments(unit, scale) for unit in units}
         others = [unit for unit in units if unit.speculated != segments[unit]]
         self._executor.roll_back(*others)
@@ -411,10 +421,13 @@ class Updates:
                 runs.append((info.offset, stop, info.group, step))
             joinable = True
         segments = []
-        for own in self._sharding.pieces(layout.trainable_numel, layout.trainable_numel):
-            for start, stop, group, step in runs:
-                piece = overlap(own, start, stop)
-                if piece is not None:
-                    rule = self._rule_of(group, step, scale)
-                    segments.append(Segment(piece.shard, piece.shard + piece.numel, rule))
+        numel = layout.trainable_numel // self._sharding.count
+        first = self._sharding.rank * numel  # the shard's first element in the unit
+        for start, stop, group, step in runs:
+            low, high = max(start - first, 0), min(stop - first, numel)
+            if low < high:
+                rule = self._rules.get((group, step, scale))
+                if rule is None:
+                    rule = self._rules[group, step, scale] = self._rule_of(group, step, scale)
+                segments.append(Segment(low, high, rule))
         return tuple(segments)

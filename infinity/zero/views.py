@@ -26,7 +26,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from infinity.errors import InfinityError
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero.model_parts import is_distributed, local_part, set_local_part
-from infinity.zero.partition import UnitLayout
+from infinity.zero.partition import ParamInfo, UnitLayout
 
 # True until the placeholder is written to or asked for its address; False for any other tensor.
 _is_untouched = getattr(torch._C, "_is_cow_tensor")  # noqa: B009  # torch's stubs leave it out
@@ -60,6 +60,25 @@ class _Lent:
     sums: torch.Tensor | None
 
 
+@dataclass(slots=True, eq=False)
+class _Param:
+    """One of the unit's parameters in the model.
+
+    Attributes:
+        index: its number in the unit.
+        lies: the tensor that it points at; None if unknown, because other code set it, or it is being set.
+        lent: None if it is not lent.
+        counter: its version counter, to be restored if a speculative update is rolled back; None if there is none.
+    """
+
+    index: int
+    info: ParamInfo
+    param: nn.Parameter
+    lies: torch.Tensor | None = None
+    lent: _Lent | None = None
+    counter: _unsafe_preserve_version_counter | None = None
+
+
 @dataclass
 class ModelViews:
     """State shared by the views of all units.
@@ -90,25 +109,20 @@ class UnitViews:
 
     def __init__(self, unit: UnitLayout, model: nn.Module, params: UnitParams, of_model: ModelViews) -> None:
         self._unit = unit.index
-        self._infos = unit.params
-        self._parameters = [model.get_parameter(info.name) for info in unit.params]
+        self._each = [_Param(index, info, model.get_parameter(info.name)) for index, info in enumerate(unit.params)]
         self._params = params
         self._of_model = of_model
-        self._divided = any(map(is_distributed, self._parameters))  # for a DTensor, its local part counts
+        self._divided = any(is_distributed(each.param) for each in self._each)  # for a DTensor, its local part counts
         # Views of the memory. Created when the unit first has memory (freed storage has no views), then kept.
         self._views: list[torch.Tensor] | None = None
         self._placeholders: list[torch.Tensor] | None = None  # created once
         self._shown: bool | None = None  # all show values (True) or NaN (False); None if neither is certain
-        # The tensor that each parameter points at; None if unknown, because other code set it, or it is being set.
-        self._lies: list[torch.Tensor | None] = [None] * len(unit.params)
-        self._lent: dict[int, _Lent] = {}  # by the index of the parameter
-        # By the index of the parameter: its version counter, to be restored if a speculative update is rolled back.
-        self._versions: dict[int, _unsafe_preserve_version_counter] = {}
 
     def forget(self) -> None:
         """Forget where the parameters point, because other code has set their `data`."""
         self._shown = None
-        self._lies = [None] * len(self._lies)
+        for each in self._each:
+            each.lies = None
 
     def check(self) -> None:
         """Check where the unit's parameters point, see [Note: parameters that lie elsewhere].
@@ -119,66 +133,54 @@ class UnitViews:
         strays = []
         placeholders = self._placeholders
         with torch._C.DisableTorchFunction():  # not a use of the parameters, see reads.py
-            for index, (param, place) in enumerate(zip(self._parameters, self._lies, strict=True)):
-                if place is None or index in self._lent:
+            for each in self._each:
+                place = each.lies
+                if place is None or each.lent is not None:
                     continue
-                lies = local_part(param) if self._divided else param
+                lies = local_part(each.param) if self._divided else each.param
                 if lies.shape != place.shape or lies.stride() != place.stride():
-                    strays.append(index)
+                    strays.append(each)
                 elif _is_untouched(place):  # `data_ptr()` would count as a write
                     if lies.untyped_storage()._cdata != place.untyped_storage()._cdata:
-                        strays.append(index)
-                elif lies.data_ptr() != place.data_ptr() or (placeholders is not None and placeholders[index] is place):
-                    strays.append(index)
+                        strays.append(each)
+                elif lies.data_ptr() != place.data_ptr() or (placeholders and placeholders[each.index] is place):
+                    strays.append(each)
             if strays:
                 self._bring_back(strays)
 
     @_plainly()
-    def _bring_back(self, strays: Sequence[int]) -> None:
+    def _bring_back(self, strays: Sequence[_Param]) -> None:
         """Point these parameters at the unit's memory again, and replace placeholders that were written to."""
         refused = ""
-        for index in strays:
-            param, place = self._parameters[index], self._lies[index]
+        for each in strays:
+            place = each.lies
             assert place is not None
-            lies = local_part(param)
+            lies = local_part(each.param)
             if _same_place(lies, place):
                 if _is_written(place):
-                    refused = refused or self._refusal(index, lies, "written to")
-                self._renew(index)
+                    refused = refused or _refusal(each.info, lies, "written to")
+                self._renew(each)
                 continue
             if self._of_model.writable and self._shown and lies.shape == place.shape:
                 place.copy_(lies.detach())
             else:
-                refused = refused or self._refusal(index, lies)
-            set_local_part(param, place)
-            self._versions.pop(index, None)
-            torch.autograd.graph.increment_version(param)  # a backward pass through an older graph must fail
+                refused = refused or _refusal(each.info, lies)
+            set_local_part(each.param, place)
+            each.counter = None
+            torch.autograd.graph.increment_version(each.param)  # a backward pass through an older graph must fail
         if refused:
             raise InfinityError(refused)
-
-    def _refusal(self, index: int, lies: torch.Tensor, what: str = "set to another tensor") -> str:
-        known = self._infos[index]
-        if lies.shape != known.shape:
-            return (
-                f"`{known.name}`.data was set to a tensor of shape {tuple(lies.shape)}, but its states are of "
-                f"{tuple(known.shape)}. The parameter keeps its shape and values: change the model before initialize"
-            )
-        return (
-            f"`{known.name}`.data was {what} while the parameter's values are in their tier, or about to be "
-            "updated. The change has no effect: make it in zero.GatheredParameters(..., modifier_rank=0), or with "
-            "load_state_dict"
-        )
 
     def mark_stale(self, indices: Collection[int] | None = None) -> None:
         """Hide stale values of the unit, or only of these parameters if the backward pass may still need the others.
 
         For autograd, this is an in-place change of the parameters.
         """
-        old = range(len(self._parameters)) if indices is None else sorted(indices)
+        old = self._each if indices is None else [self._each[index] for index in sorted(indices)]
         self._hide(old)
-        for index in old:
-            self._versions.pop(index, None)
-        self._increment_versions(old)
+        for each in old:
+            each.counter = None
+        _increment_versions(old)
 
     def hide_trained(self) -> None:
         """Hide the trained parameters during a speculative update, which may be rolled back.
@@ -186,25 +188,21 @@ class UnitViews:
         For autograd, this is an in-place change, until `show` shows the same values again. If the loss itself used a
         parameter, a backward pass reads it before any hook runs. It must then fail instead of computing with NaN.
         """
-        trained = [index for index, info in enumerate(self._infos) if info.trainable]
+        trained = [each for each in self._each if each.info.trainable]
         self._hide(trained)
-        for index in trained:
-            if index not in self._versions and index not in self._lent:
-                self._versions[index] = _unsafe_preserve_version_counter(self._parameters[index])
-        self._increment_versions(trained)
+        for each in trained:
+            if each.counter is None and each.lent is None:
+                each.counter = _unsafe_preserve_version_counter(each.param)
+        _increment_versions(trained)
 
-    def _increment_versions(self, indices: Iterable[int]) -> None:
-        changed = [self._parameters[index] for index in indices if index not in self._lent]
-        torch.autograd.graph.increment_version(changed)
-
-    def _hide(self, indices: Sequence[int]) -> None:
+    def _hide(self, some: Iterable[_Param]) -> None:
         if self._shown is not False:
             self.check()
-            self._set(indices, self._nothing())
+            self._set(some, self._placeholders or self._make_placeholders())
             self._shown = None
 
     def values(self, index: int) -> torch.Tensor:
-        return local_part(self._parameters[index]).detach()
+        return local_part(self._each[index].param).detach()
 
     @_plainly()
     def lend(self, index: int, values: torch.Tensor, *, watched: bool) -> None:
@@ -213,83 +211,91 @@ class UnitViews:
         Args:
             watched: whether `rewritten` will be called; it costs two passes over the values.
         """
-        self._lent[index] = _Lent(version_of(self._parameters[index]), _sums(values) if watched else None)
-        set_local_part(self._parameters[index], values)
-        self._of_model.lent_params.add(id(self._parameters[index]))
+        each = self._each[index]
+        each.lent = _Lent(version_of(each.param), _sums(values) if watched else None)
+        set_local_part(each.param, values)
+        self._of_model.lent_params.add(id(each.param))
         self._of_model.lent_in_pass.add((self._unit, index))
 
     def take_back(self, index: int) -> None:
         """End `lend`. The caller must point the parameter at another tensor."""
-        self._lent.pop(index, None)
-        self._of_model.lent_params.discard(id(self._parameters[index]))
+        self._each[index].lent = None
+        self._of_model.lent_params.discard(id(self._each[index].param))
 
     def mark_stored(self, index: int) -> None:
         """Record that the tiers have the current values of the lent parameter."""
-        sums = None if self._lent[index].sums is None else _sums(self.values(index))
-        self._lent[index] = _Lent(version_of(self._parameters[index]), sums)
+        each, lent = self._lent(index)
+        each.lent = _Lent(version_of(each.param), None if lent.sums is None else _sums(self.values(index)))
 
     def changed(self, index: int) -> bool:
         """Whether an operation, except on `.data`, has written to the lent parameter since `lend` or `mark_stored`."""
-        return version_of(self._parameters[index]) != self._lent[index].version
+        each, lent = self._lent(index)
+        return version_of(each.param) != lent.version
 
     def rewritten(self, index: int) -> bool:
         """Whether the lent parameter has other values than at `lend` or `mark_stored`; False if it is not watched."""
-        sums = self._lent[index].sums
+        sums = self._lent(index)[1].sums
         return sums is not None and not torch.equal(_sums(self.values(index)), sums)
+
+    def _lent(self, index: int) -> tuple[_Param, _Lent]:
+        each = self._each[index]
+        assert each.lent is not None
+        return each, each.lent
 
     def show(self) -> None:
         self.check()
         if self._shown:
             return
-        self._set(range(len(self._infos)), self._views or self._make_views())
-        while self._versions:
-            self._versions.popitem()[1].__exit__()
+        self._set(self._each, self._views or self._make_views())
+        for each in self._each:
+            if each.counter is not None:
+                counter, each.counter = each.counter, None
+                counter.__exit__()
         self._shown = True
 
     def hide(self) -> None:
         self.check()
         if self._shown is False:
             return
-        self._set(range(len(self._infos)), self._nothing())
+        self._set(self._each, self._placeholders or self._make_placeholders())
         self._shown = False
 
     @_plainly()
     def _make_views(self) -> list[torch.Tensor]:
         """Create a view of the unit's memory for each parameter; called once."""
-        flat = self._params.tensor
-        self._views = [flat[info.offset : info.offset + info.numel].view(info.shape) for info in self._infos]
+        flat, infos = self._params.tensor, [each.info for each in self._each]
+        self._views = [flat[info.offset : info.offset + info.numel].view(info.shape) for info in infos]
         return self._views
 
     @_plainly()
-    def _nothing(self) -> list[torch.Tensor]:
-        """Return a placeholder for each parameter. The first call creates them."""
-        if self._placeholders is None:
-            flat = self._params.tensor
-            self._placeholders = [_placeholder(flat, info.shape) for info in self._infos]
+    def _make_placeholders(self) -> list[torch.Tensor]:
+        """Create a placeholder for each parameter; called once."""
+        flat = self._params.tensor
+        self._placeholders = [_placeholder(flat, each.info.shape) for each in self._each]
         return self._placeholders
 
-    def _renew(self, index: int) -> None:
+    def _renew(self, each: _Param) -> None:
         """Replace a placeholder, so that the next write to it is detected again."""
         placeholders = self._placeholders
         assert placeholders is not None
-        placeholders[index] = _placeholder(placeholders[index], self._infos[index].shape)
-        self._set([index], placeholders)
+        placeholders[each.index] = _placeholder(placeholders[each.index], each.info.shape)
+        self._set([each], placeholders)
 
-    def _set(self, indices: Iterable[int], values: Sequence[torch.Tensor]) -> None:
+    def _set(self, some: Iterable[_Param], values: Sequence[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunction():  # not a use of the parameters, see reads.py
-            for index in indices:
-                if index in self._lent:
+            for each in some:
+                if each.lent is not None:
                     continue
-                self._lies[index] = None  # after an interrupt, the old entry would look like a change by other code
+                each.lies = None  # after an interrupt, the old place would look like a change by other code
                 if self._divided:
-                    _set_part(self._parameters[index], values[index])
+                    _set_part(each.param, values[each.index])
                 else:
-                    self._parameters[index].data = values[index]
-                self._lies[index] = values[index]
+                    each.param.data = values[each.index]
+                each.lies = values[each.index]
 
     def lent_values(self, index: int) -> torch.Tensor | None:
         """Return the tensor that the parameter points at while it is lent; None if it is not lent."""
-        return self.values(index) if index in self._lent else None
+        return None if self._each[index].lent is None else self.values(index)
 
     def shows(self) -> bool:
         """Whether the unit's parameters, except lent ones, point at the unit's memory."""
@@ -300,6 +306,23 @@ class UnitViews:
         self._views = None
         self.forget()
         self.hide()
+
+
+def _refusal(known: ParamInfo, lies: torch.Tensor, what: str = "set to another tensor") -> str:
+    if lies.shape != known.shape:
+        return (
+            f"`{known.name}`.data was set to a tensor of shape {tuple(lies.shape)}, but its states are of "
+            f"{tuple(known.shape)}. The parameter keeps its shape and values: change the model before initialize"
+        )
+    return (
+        f"`{known.name}`.data was {what} while the parameter's values are in their tier, or about to be "
+        "updated. The change has no effect: make it in zero.GatheredParameters(..., modifier_rank=0), or with "
+        "load_state_dict"
+    )
+
+
+def _increment_versions(some: Iterable[_Param]) -> None:
+    torch.autograd.graph.increment_version([each.param for each in some if each.lent is None])
 
 
 def _same_place(lies: torch.Tensor, place: torch.Tensor) -> bool:

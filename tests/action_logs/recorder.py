@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from infinity.optim.pipeline import UpdatePipeline
-from infinity.tiers import GradStore, Params, Residency
+from infinity.tiers import GradStore, Params
 from infinity.tiers.activations import ActivationStore
-from infinity.tiers.copies import Memory
+from infinity.tiers.copies import Memory, State
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero.executor import Executor
 from infinity.zero.gathering import Gathering
@@ -99,7 +99,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
             Params,
             "fetch_start",
             lambda _, each, *__, **___: (
-                None if each.residency is Residency.STORED else f"fetch {name(each.index)} ({each.spec.nbytes})"
+                None if each.compute_copy.state is State.ABSENT else f"fetch {name(each.index)} ({each.spec.nbytes})"
             ),
         )
         action(Params, "evict", lambda _, each: f"evict {name(each.index)}")

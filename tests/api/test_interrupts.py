@@ -26,8 +26,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 import infinity
 from infinity.integrations.deepspeed import parameters as deepspeeds
+from infinity.schedule.unit_state import Residency
 from infinity.telemetry import StallCause
-from infinity.tiers import GradStore, Link, Params, Residency, SameMemory, UnitGrads
+from infinity.tiers import GradStore, Link, Params, SameMemory, UnitGrads
 from infinity.tiers.copies import Move
 from infinity.tiers.unit_params import UnitParams
 from infinity.zero import GatheredParameters

@@ -24,11 +24,11 @@ from infinity.tiers import (
     Memory,
     Move,
     Params,
-    Residency,
     SameMemory,
     SwapSpace,
     open_swap,
 )
+from infinity.tiers.copies import State
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe, named_budget
 
@@ -127,7 +127,7 @@ def test_an_update_overtakes_an_upload_that_has_begun(params) -> None:
     fetch(params, 0)
     update(params, 0, 7.0)
     params.fetch_wait(params.units[0])
-    assert params.units[0].residency is Residency.RESIDENT
+    assert params.units[0].compute_copy.state is State.VALID
     assert params.units[0].tensor.eq(7).all()
 
 
@@ -148,12 +148,12 @@ def test_nothing_is_changed_under_an_upload(params) -> None:
     fetch(params, 0)
     upload = upload_of(params, 0)
     assert params.open_host(params.units[0])
-    finished = upload.done()
+    finished = upload.transfer.done()
     moves = params.begin_change(params.units[0])
     assert finished or upload in moves
     upload.transfer.result()
     params.close_host(params.units[0])
-    assert params.units[0].residency is Residency.RESIDENT
+    assert params.units[0].compute_copy.state is State.VALID
 
 
 def test_memory_that_an_upload_reads_is_not_given_to_others(params) -> None:
@@ -192,7 +192,7 @@ def test_closing_waits_for_copies_under_way(params) -> None:
     fetch(params, 0)
     upload = upload_of(params, 0)
     params.close()
-    assert upload.done()
+    assert upload.transfer.done()
 
 
 # Training #

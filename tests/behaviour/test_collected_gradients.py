@@ -153,7 +153,7 @@ def test_a_pass_that_is_given_up_leaves_no_memory_that_a_collective_still_fills(
         Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, flags_early=True
     )
     source = Reduction(units, groups(Sharding(0, 2), 1), rules, (), torch.device("cpu"), Counters())
-    source.begin_pass(last=True, uses=[1, 0])
+    source.begin_pass(last=True, uses=[units[1], units[0]])
     for parameter in range(2):
         source.take(units[0], parameter, torch.ones(32))
     assert list(source.leave(units[0])) == []
@@ -175,7 +175,7 @@ def test_a_frozen_unit_has_no_part_in_the_order() -> None:
         Sharding(0, 2), every_pass=True, collect_dtype=torch.float32, dtype=torch.float32, flags_early=True
     )
     source = Reduction(units, groups(Sharding(0, 2), 1), rules, (), torch.device("cpu"), Counters())
-    source.begin_pass(last=True, uses=[0, 1])
+    source.begin_pass(last=True, uses=units)
     assert list(source.leave(units[1])) == []
     source.take(units[0], 0, torch.ones(32))
     assert list(source.leave(units[0])) == []

@@ -286,3 +286,50 @@ def test_ranks_on_different_paths_are_told_so(orders, tmp_path) -> None:
     for refusals in run_ranks(2, take_paths, cases, orders, path=tmp_path):
         assert len(refusals) == len(cases)
         assert all("the ranks have run different modules" in refusal for refusal in refusals)
+
+
+class Again(nn.Module):
+    """Its backward pass comes to the last layer again, when two more layers have had their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index == 1:
+                x.register_hook(self._again)
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+    @torch.enable_grad()
+    def _again(self, grad: torch.Tensor) -> None:
+        (self.layers[3](torch.ones_like(grad)) * grad).sum().backward()
+
+
+def train_again(cases: list[Case], data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for case in cases:
+        with infinity.initialize(model=Again(), config=case.config())[0] as engine:
+            for x in data[dist.get_rank() :: 2]:
+                engine.backward(engine(x))
+                engine.step()
+            found.append(dict(engine.named_parameters()))
+    return found
+
+
+def test_a_second_gradient_takes_back_the_vote_on_the_first(tmp_path) -> None:
+    """The ranks vote on a unit's first gradient when the second comes, and update it once, with the sum."""
+    model, data = Again(), torch.randn(2 * STEPS, 4, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    for pair in data.split(2):
+        for x in pair:
+            (model(x) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    cases = [Case(stage, Placement(schedule="backward")) for stage in range(4)]
+    for of_rank in run_ranks(2, train_again, cases, data, path=tmp_path):
+        for case, weights in zip(cases, of_rank, strict=True):
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(weights[name], param.data, rtol=1e-5, atol=1e-6, msg=f"{case.stage} {name}")

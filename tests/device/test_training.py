@@ -12,7 +12,6 @@ import torch
 import infinity
 from infinity.tiers import link
 from infinity.zero.gradients import Gradients
-from infinity.zero.ranks import Vote
 from infinity.zero.updates import Updates
 from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, named_budget, tiny_gpt2
 from tests.behaviour.test_parity import assert_same_bits
@@ -88,9 +87,9 @@ def test_the_host_waits_for_units_and_not_for_every_gradient(monkeypatch) -> Non
 
 def test_a_unit_is_updated_before_the_next_ones_gradients_are_waited_for(monkeypatch) -> None:
     told: list[tuple[str, int]] = []
-    ask, update = Gradients.start_vote, Updates._update_final
+    ask, update = Gradients.are_finite, Updates._update_final
 
-    def asked(gradients: Gradients, unit: int) -> Vote:
+    def asked(gradients: Gradients, unit: int) -> bool:
         told.append(("asked", unit))
         return ask(gradients, unit)
 
@@ -98,7 +97,7 @@ def test_a_unit_is_updated_before_the_next_ones_gradients_are_waited_for(monkeyp
         told.append(("updated", unit))
         update(updates, unit, finite=finite)
 
-    monkeypatch.setattr(Gradients, "start_vote", asked)
+    monkeypatch.setattr(Gradients, "are_finite", asked)
     monkeypatch.setattr(Updates, "_update_final", updated)
     placement = Placement("cpu", "cpu", schedule="backward")
     with (

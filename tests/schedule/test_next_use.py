@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.schedule import NextUse
+from infinity.schedule.cycle import Cursor
 
 traces = st.lists(st.integers(0, 5), min_size=1, max_size=20)
 
@@ -20,33 +21,30 @@ def test_the_next_use_is_the_first_one_later_in_the_endless_repetition(uses: lis
     assert next_use.at(time) == endless[time]
 
 
-@given(traces, st.integers(0, 19))
-def test_first_and_last_are_those_of_one_cycle(uses: list[int], position: int) -> None:
+@given(traces)
+def test_first_and_last_are_those_of_one_cycle(uses: list[int]) -> None:
     next_use = NextUse(uses)
-    for unit in range(7):
-        assert next_use.first(unit) == (uses.index(unit) if unit in uses else len(uses))
-        assert next_use.is_last(unit, position) == (unit not in uses[position + 1 :])
+    assert next_use.first == {unit: uses.index(unit) for unit in uses}
+    assert next_use.last == {unit: position for position, unit in enumerate(uses)}
 
 
 @given(traces, traces)
 def test_the_cursor_follows_the_trace_up_to_the_first_difference(uses: list[int], cycle: list[int]) -> None:
-    next_use = NextUse(uses)
-    next_use.begin()
+    cursor = Cursor(uses)
+    cursor.begin()
     for index, unit in enumerate(cycle):
         agrees = cycle[:index] == uses[:index]
-        assert next_use.expected == (next(iter(uses[index:]), None) if agrees else None)
-        assert next_use.advance(unit) == (cycle[: index + 1] == uses[: index + 1])
-    next_use.end()
-    assert next_use.expected is None
-    assert not next_use.advance(uses[0])
+        assert cursor.expected == (next(iter(uses[index:]), None) if agrees else None)
+        assert cursor.advance(unit) == (cycle[: index + 1] == uses[: index + 1])
+    cursor.end()
+    assert cursor.expected is None
+    assert not cursor.advance(uses[0])
 
 
 def test_an_empty_trace_expects_nothing() -> None:
-    next_use = NextUse()
-    next_use.begin()
-    assert next_use.expected is None
-    assert next_use.first(3) == 0
-    assert next_use.is_last(3, 0)
-    assert not next_use.advance(3)
+    cursor = Cursor()
+    cursor.begin()
+    assert cursor.expected is None
+    assert not cursor.advance(3)
     with pytest.raises(KeyError):
-        next_use.after(3, 0)
+        cursor.trace.after(3, 0)

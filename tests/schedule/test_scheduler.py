@@ -38,8 +38,7 @@ from infinity.schedule.actions import (
     UseBegins,
 )
 from infinity.schedule.scheduler import Scheduler
-from infinity.schedule.unit_state import UnitState
-from infinity.tiers import Residency
+from infinity.schedule.unit_state import Residency, UnitState
 from infinity.tiers.copies import State
 
 
@@ -86,7 +85,7 @@ class World:
     def __post_init__(self) -> None:
         self.units = [Unit(self, index, size) for index, size in enumerate(self.sizes)]
         self.budget = Budget("memory", self.capacity)
-        cycle = Cycle(self.sizes, [True] * len(self.sizes), self.capacity)
+        cycle = Cycle(self.sizes, self.capacity)
         advice = partial(raise_memory, "tiering.host_memory")
         self.scheduler = Scheduler(self.units, cycle, self.budget, advice, self.slots, self.in_slots)
 

@@ -23,6 +23,7 @@ from infinity.schedule import actions
 from infinity.schedule import scheduler as scheduler_module
 from infinity.schedule.cycle import Cycle
 from infinity.schedule.scheduler import Scheduler
+from infinity.schedule.unit_state import Residency
 from infinity.schedule.update_queue import UpdateQueue
 from infinity.simulation import performer as performer_module
 from infinity.simulation import rank as rank_module
@@ -46,7 +47,6 @@ from infinity.simulation.rank import Rank
 from infinity.simulation.rows import Due, Row
 from infinity.simulation.run import simulate
 from infinity.simulation.worker import Worker
-from infinity.tiers import Residency
 from infinity.tiers import activations as activations_module
 from infinity.tiers.activations import ActivationStore, _Entry
 from infinity.tiers.copies import Memory, State

@@ -200,7 +200,7 @@ class Machine:
 
     def complete(self, pick: int) -> None:
         """A transfer is over, and nobody knows yet."""
-        moves = [move for move in self.moves if transfer_of(move).can_end and not move.done()]
+        moves = [move for move in self.moves if transfer_of(move).can_end and not move.transfer.done()]
         if moves:
             transfer_of(pick_from(moves, pick)).complete()
 
@@ -222,7 +222,7 @@ class Machine:
                 self.field.keep(source.memory)
 
     def order_behind(self, pick: int) -> None:
-        moves = [move for move in self.moves if transfer_of(move).is_upload and not move.done()]
+        moves = [move for move in self.moves if transfer_of(move).is_upload and not move.transfer.done()]
         if moves:
             move = pick_from(moves, pick)
             if self.is_allowed(self.field.order_behind, move):
@@ -278,7 +278,7 @@ class Machine:
             assert any(transfer_of(move).fails for move in fills)
             self.fail_write(pick)
             return
-        assert allowed == all(move.done() for move in fills)
+        assert allowed == all(move.transfer.done() for move in fills)
         if allowed:
             self.writer = None
             self.values[self.field.version] = self.held[writer.memory]

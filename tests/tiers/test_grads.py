@@ -24,7 +24,7 @@ from infinity.schedule.actions import (
     Spill,
 )
 from infinity.schedule.scheduler import Scheduler
-from infinity.schedule.unit_state import UnitState
+from infinity.schedule.unit_state import Residency, UnitState
 from infinity.telemetry import Counters, Times
 from infinity.tiers import (
     GradHomes,
@@ -32,7 +32,6 @@ from infinity.tiers import (
     HostMemory,
     Move,
     Norms,
-    Residency,
     SameMemory,
     SwapSpace,
 )
@@ -124,7 +123,7 @@ class Row(UnitState):
 def decide(store: GradStore, event: Event) -> bool:
     """Perform what the scheduler asks for; False if that is nothing."""
     rows = [Row(store, unit) for unit in range(UNITS)]
-    cycle = Cycle([0] * UNITS, [False] * UNITS, 0)
+    cycle = Cycle([0] * UNITS, 0)
     scheduler = Scheduler(rows, cycle, Budget("memory", 0), str, len(store.slots), store.leased)
     action = None
     for action in scheduler.on(event):

@@ -30,8 +30,9 @@ from infinity.errors import InfinityError
 from infinity.io import IoEngine, IoFile, IoFuture, IoStats, Priority, Span
 from infinity.optim.formats import layout_with_moments
 from infinity.optim.loss_scale import LossScale
+from infinity.schedule.unit_state import Residency
 from infinity.telemetry import Times
-from infinity.tiers import Residency, Sharding
+from infinity.tiers import Sharding
 from infinity.tiers.striping import Stripe
 from infinity.tiers.swap import SwapSpace
 from infinity.zero.adoption import open_run
