@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -331,21 +332,21 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def _check_memory_of_their_own(model: nn.Module) -> None:
-    """Refuse parameters that lie in one another's memory: in their tiers they would be values of their own."""
+    """Refuse trained parameters in whose memory other parameters or buffers lie: in the tiers, each has its own."""
     spans = []
-    for name, param in model.named_parameters():
-        part = local_part(param)
-        if not (param.is_meta or not param.numel() or 0 in part.stride()):
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        part = local_part(tensor)
+        if part.layout is torch.strided and not (tensor.is_meta or not tensor.numel() or 0 in part.stride()):
             length = part.numel() if part.is_contiguous() else 1  # others may lie between its elements
-            spans.append((str(part.device), part.data_ptr(), length * part.itemsize, name, param.requires_grad))
+            spans.append((str(part.device), part.data_ptr(), length * part.itemsize, name, tensor.requires_grad))
     spans.sort(key=itemgetter(0, 1))
     before = ("", 0, 0, "", False)
     for span in spans:
         device, start, nbytes, name, trains = span
         if device == before[0] and start < before[1] + before[2] and (trains or before[4]):
             raise ConfigError(
-                f"parameters `{before[3]}` and `{name}` lie in the same memory (`a.data = b.data` does that), which "
-                "they would not any more: to tie them, make them one parameter (`a = b`); to keep them apart, clone one"
+                f"`{before[3]}` and `{name}` lie in the same memory (`a.data = b.data` does that), which they would "
+                "not any more: to tie parameters, make them one (`a = b`); to keep the two apart, clone one"
             )
         if device != before[0] or start + nbytes > before[1] + before[2]:
             before = span

@@ -345,6 +345,16 @@ def test_parameters_that_overlap_are_refused(trained) -> None:
         infinity.initialize(model=model, config=config_of(3), device="cpu")
 
 
+def test_a_buffer_in_the_memory_of_a_trained_parameter_is_refused() -> None:
+    """In torch it follows the parameter; in its tier it would keep the first values."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[1].register_buffer("alias", model[0].weight.data[2:6])
+    with pytest.raises(infinity.ConfigError, match=r"`0\.weight` and `1\.alias` lie in the same memory"):
+        infinity.initialize(model=model, config=config_of(3), device="cpu")
+    model[0].requires_grad_(False)
+    infinity.initialize(model=model, config=config_of(3), device="cpu")[0].close()
+
+
 def test_modules_that_share_a_buffer_of_parameters_are_not_refused() -> None:
     flat = torch.randn(2 * 64)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
