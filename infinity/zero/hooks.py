@@ -249,6 +249,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._reads.end()  # in the middle of a forward pass, the removed hooks would have ended it
         try:
             self.end_backward()
         finally:

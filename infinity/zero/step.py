@@ -195,11 +195,7 @@ class Step(Listener):
         Raises:
             InfinityError: the engine is closed, poisoned, or in the middle of a backward pass.
         """
-        if self.phase is Phase.CLOSED:
-            raise InfinityError(
-                "the engine is closed: make another one with infinity.initialize. A Trainer that has trained or "
-                "evaluated has closed its engine: make a new Trainer"
-            )
+        self._check_open()
         if self.in_backward_now:
             raise InfinityError(
                 "the engine is in the middle of a backward pass: make this call before or after it. Inside the pass, "
@@ -215,6 +211,13 @@ class Step(Listener):
                 "checkpoint"
             )
 
+    def _check_open(self) -> None:
+        if self.phase is Phase.CLOSED:
+            raise InfinityError(
+                "the engine is closed: make another one with infinity.initialize. A Trainer that has trained or "
+                "evaluated has closed its engine: make a new Trainer"
+            )
+
     @property
     def in_backward_now(self) -> bool:
         """Whether this thread is in a backward pass of the engine, for example in a custom autograd function."""
@@ -227,7 +230,7 @@ class Step(Listener):
 
     def fail(self, error: BaseException) -> None:
         """Poison the engine: from now on `check` raises. For errors after which states may mix two steps."""
-        if self.phase is not Phase.FAILED:
+        if self.phase not in (Phase.FAILED, Phase.CLOSED):
             self._pass = None
             # As text: the error would keep its frames, so the loss, its graph and the engine, alive.
             self._failure = f"{type(error).__name__}: {error}"
@@ -335,6 +338,7 @@ class Step(Listener):
                 self._go(phase)
                 with self.hooks.forward(training=training), self.saving():
                     yield
+                self._check_open()
             except BaseException as error:
                 self.abort(error)
                 raise
@@ -437,6 +441,7 @@ class Step(Listener):
 
     @outside_modes
     def close_backward(self) -> None:
+        self._check_open()
         self._end_cycle(learn=True)
         self._add(self.gradients.source.rest())
         for addend in self.gradients.end_backward():
@@ -546,7 +551,11 @@ class Step(Listener):
         After a forward pass, the phase is the one before it. After a backward pass, the gradients of the step are
         dropped, and the step starts again, because the gradients of the failed pass cannot be separated from the
         gradients of earlier micro-batches.
+
+        Raises:
+            InfinityError: the pass itself has closed the engine, for example in a hook or a signal handler.
         """
+        self._check_open()
         if self._pass is not None and self._pass.scope is not None:
             self._pass.scope.close()
         self._ranks.path.give_up()

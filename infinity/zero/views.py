@@ -302,10 +302,13 @@ class UnitViews:
         return self._shown is True
 
     def detach(self) -> None:
-        """Detach the parameters from the unit's memory, before this memory is freed."""
+        """Detach the parameters from the unit's memory, before this memory is freed.
+
+        For autograd, this is an in-place change: a backward pass through an older graph would read freed memory.
+        """
         self._views = None
         self.forget()
-        self.hide()
+        self.mark_stale()
 
 
 def _refusal(known: ParamInfo, lies: torch.Tensor, what: str = "set to another tensor") -> str:
@@ -322,7 +325,8 @@ def _refusal(known: ParamInfo, lies: torch.Tensor, what: str = "set to another t
 
 
 def _increment_versions(some: Iterable[_Param]) -> None:
-    torch.autograd.graph.increment_version([each.param for each in some if each.lent is None])
+    changed = [each.param for each in some if each.lent is None]
+    torch.autograd.graph.increment_version([param for param in changed if not param.is_inference()])
 
 
 def _same_place(lies: torch.Tensor, place: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What an engine held is free as soon as nobody holds the engine: nothing waits for the garbage collector."""
+"""What an engine held is free as soon as nobody holds the engine, and an unfinished pass does not read it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.overrides import _get_current_function_mode_stack
 
 import infinity
 from infinity.tiers import SameMemory
@@ -85,3 +86,31 @@ def test_so_they_do_with(tiering, tmp_path, monkeypatch) -> None:
     config["tiering"] |= tiering
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
     assert_freed(tiny_llama(), config)
+
+
+# Passes that see the end of their engine #
+
+
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_a_backward_pass_after_the_end_is_an_error(device, tmp_path) -> None:
+    """It would read freed memory, in which an access ends the process."""
+    config = RECIPES["backward"].config(Placement(device, device, tmp_path, "64KiB"))
+    engine = infinity.initialize(model=tiny_llama(), config=config)[0]
+    loss = loss_of(engine, batches(1)[0])
+    engine.close()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])
+def test_a_pass_that_closes_its_engine_says_that_it_is_closed(hook, recipe, tmp_path) -> None:
+    """As a handler of a signal may do; nothing of the engine stays active in this thread."""
+    model = tiny_llama()
+    config = RECIPES[recipe].config(Placement("nvme", "nvme", tmp_path, "64KiB"))
+    engine = infinity.initialize(model=model, config=config)[0]
+    getattr(model.model.layers[1], hook)(lambda *_: engine.close())
+    with pytest.raises(infinity.InfinityError, match="the engine is closed"):
+        engine.backward(loss_of(engine, batches(1)[0]))
+    assert not _get_current_function_mode_stack()
+    assert not list(tmp_path.iterdir())
