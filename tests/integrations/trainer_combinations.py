@@ -104,6 +104,8 @@ def config(stage: int, *, optimizer: bool = True, scheduler: bool = False, **mor
 def line(
     ds: dict[str, Any] | None, *, out: str | None = None, train_len: int = 64, kind: type[Trainer] = Trainer, **how: Any
 ) -> Trainer:
+    if ds is None:
+        forget_deepspeed()
     _runs.append(OUT / (out or f"run{len(_runs)}"))
     arguments = TrainingArguments(
         output_dir=str(_runs[-1]),
@@ -112,9 +114,19 @@ def line(
         disable_tqdm=True,
         **{"learning_rate": 0.1, "num_train_epochs": 1, "logging_steps": 1, "save_strategy": "no", **how},
     )
-    return kind(
+    trainer = kind(
         model=Line(LineConfig()), args=arguments, train_dataset=points(train_len, 42), eval_dataset=points(16, 7)
     )
+    assert trainer.is_deepspeed_enabled == (ds is not None)
+    return trainer
+
+
+def forget_deepspeed() -> None:
+    """After one Trainer with DeepSpeed, accelerate would use it in all later ones, with or without a configuration."""
+    unset_hf_deepspeed_config()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
 
 
 def weights(trainer: Trainer) -> tuple[float, float]:
@@ -337,6 +349,7 @@ def an_encoder_and_decoder_trains_and_generates_the_same(stage: int) -> None:
         )
         model = T5ForConditionalGeneration.from_pretrained(OUT / "t5")
         trainer = Seq2SeqTrainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:4])
+        assert trainer.is_deepspeed_enabled == (ds is not None)
         loss = trainer.train().training_loss
         found.append((loss, trainer.evaluate()["eval_loss"], trainer.predict(data[:4]).predictions.tolist()))
     near(found[0][:2], found[1][:2])
@@ -369,9 +382,7 @@ def main() -> None:
         for stage in stages:
             case(stage)
             passed.append(f"{case.__name__}-{stage}")
-            unset_hf_deepspeed_config()
-            AcceleratorState._reset_state()
-            GradientState._reset_state()
+            forget_deepspeed()
     print("RESULT", json.dumps(passed), flush=True)
 
 
