@@ -6,7 +6,8 @@
 The claim: each of them that needs neither a GPU nor what is no part of DeepSpeed passes, with ZeRO-2 and the optimizer
 on the CPU and with ZeRO-3 on a drive, on one process and on two. What they download is replaced by stand-ins of
 the same shape (`stand_ins/`, a small BERT): they ask whether training works, not how good it gets. There is no floor:
-it counts, and does not time.
+it counts, and does not time. Run it where `datasets` is not installed: where it is, `test_script.py` imports
+from it what its stand-in has not, and fails.
 
 Every script starts as a user would start it, `infinity run accelerate launch --use_deepspeed ...`, through
 `stand_ins/as_rank.py`.
