@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,17 @@ def test_the_rank_that_was_killed_is_named_and_not_those_that_were_ended_for_it(
     ended = run("--ranks", "2", str(script))
     assert ended.returncode == 128 + signal.SIGKILL
     assert ended.stderr.endswith("infinity run: rank 1 ended with signal 9 (SIGKILL); what it printed is above\n")
+
+
+def test_a_port_that_another_program_uses_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        ended = run("--nodes", "2", "--node-rank", "0", "--address", f"127.0.0.1:{port}", str(script))
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert re.search(rf"infinity run: the launchers cannot meet: .*\b{port}\b.*--address HOST:PORT", ended.stderr)
 
 
 def test_every_rank_gets_its_share_of_the_cores(tmp_path: Path) -> None:

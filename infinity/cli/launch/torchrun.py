@@ -5,6 +5,7 @@ import sys
 
 del sys.path[0]  # this file's directory
 
+from torch.distributed import DistError  # noqa: E402
 from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
 from torch.distributed.run import main  # noqa: E402
@@ -29,5 +30,10 @@ if __name__ == "__main__":
         main()
     except ChildFailedError as error:
         sys.exit(_told(error))
+    except DistError as error:
+        sys.exit(
+            f"infinity run: the launchers cannot meet: {str(error).splitlines()[0]}. Give all machines the same "
+            "--address HOST:PORT: a name of the first machine, and a port that no other program uses there"
+        )
     except SignalException as error:
         sys.exit(128 + error.sigval)
