@@ -206,6 +206,19 @@ def test_every_message_of_the_troubleshooting_page_exists() -> None:
         assert message in joined, message
 
 
+def test_the_pages_that_train_on_these_pages_show_their_size() -> None:
+    """To a tenth, since every change of a page changes the number."""
+    size_bytes = sum(len(page.read_bytes()) for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    shown = [
+        (page.name, int(samples.replace(",", "")) * int(length))
+        for page in PAGES
+        for samples, length in re.findall(r"^data: ([0-9,]+) samples of (\d+) tokens", page.read_text(), re.MULTILINE)
+    ]
+    assert len(shown) >= 5
+    for name, tokens in shown:
+        assert tokens == pytest.approx(size_bytes, rel=0.1), name
+
+
 def test_the_recipes_of_the_tests_are_valid(tmp_path) -> None:
     load_config(Recipe().config(Placement("nvme", "nvme", tmp_path)))
 
