@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from infinity.planner.filled import activation_bytes, computing_bytes, gradient_
 from infinity.planner.step_time import StepTime
 from infinity.planner.training_plan import Machine, TrainingPlan, plan_training
 from infinity.planner.work import Work
-from infinity.zero.budgets import Drive, free_on
+from infinity.zero.budgets import Drive, device_least_bytes, free_on
 
 Count = Callable[[nn.Module, TrainingPlan], Work]
 
@@ -123,8 +124,8 @@ def problems(plan: TrainingPlan, needs: Estimate, drives: list[Drive], host_byte
         yield (
             f"device memory is too small: {format_size(needs.device_bytes)} are needed, of which "
             f"{format_size(needs.activation_bytes)} are activations, and there are "
-            f"{format_size(plan.machine.device_bytes)}. Lower tiering.device_memory or the micro-batch, or checkpoint "
-            "activations"
+            f"{format_size(plan.machine.device_bytes)}. "
+            + _lower("device_memory" if plan.device_used_bytes > device_least_bytes(plan.sizing) else "")
         )
 
 
@@ -135,9 +136,15 @@ def host_problem(plan: TrainingPlan, needs: Estimate, host_bytes: int) -> str:
         return ""
     return (
         f"host memory is too small: the processes of a machine take {format_size(total)} with the budget of "
-        f"{format_size(plan.host_bytes)} each, and {format_size(host_bytes)} are there. Lower tiering.host_memory "
-        "or the micro-batch, or checkpoint activations"
+        f"{format_size(plan.host_bytes)} each, and {format_size(host_bytes)} are there. "
+        + _lower("host_memory" if plan.host_bytes > plan.needs.least_bytes else "")
     )
+
+
+def _lower(budget: str) -> str:
+    """Return what takes less memory: fewer activations, and a lower budget if one is named."""
+    lower = f"tiering.{budget}, " if budget else ""
+    return f"Lower {lower}the micro-batch or the sequence length, or checkpoint activations"
 
 
 def plan_with_room(
@@ -150,8 +157,8 @@ def plan_with_room(
     """Return a configuration whose budgets leave room for activations and gradients, its plan, and a micro-batch's
     work.
 
-    Budgets set by the user stay. If a reduced budget would be too small for the model, the original stays, and
-    `infinity.planner.problems` reports the shortage.
+    Budgets set by the user stay. If a reduced budget would be too small for the model, it is the least that the model
+    needs, so that `infinity.planner.problems` reports the shortage with what is needed.
 
     Args:
         count: counts the work of a micro-batch.
@@ -162,25 +169,32 @@ def plan_with_room(
     """
     plan = plan_training(model, config, machine)
     work = count(plan)
-    roomy = _with_room(config, plan, computing_bytes(plan, work), host_bytes // machine.neighbours)
+    room = partial(_with_room, config, plan, computing_bytes(plan, work), host_bytes // machine.neighbours)
+    roomy = room()
     if roomy is config:
         return config, plan, work
     try:
         return roomy, plan_training(model, roomy, machine), work
-    except CapacityError:
-        return config, plan, work
+    except CapacityError:  # not even with cut blocks
+        for _ in range(2):  # fewer parameters stay on the device if its budget is small, and then the least is less
+            roomy = room(host_least=plan.needs.least_bytes, device_least=device_least_bytes(plan.sizing))
+            plan = plan_training(model, roomy, machine)
+        return roomy, plan, work
 
 
-def _with_room(config: Config, plan: TrainingPlan, beside_bytes: int, host_bytes: int) -> Config:
-    """Return the configuration with smaller budgets; itself if they leave enough room."""
+def _with_room(
+    config: Config, plan: TrainingPlan, beside_bytes: int, host_bytes: int, host_least: int = 1, device_least: int = 1
+) -> Config:
+    """Return the configuration with smaller budgets, of at least so many bytes; itself if they leave enough room."""
     tiering, machine = config.tiering, plan.machine
     slack = min(max(_SLACK_BYTES, host_bytes // _SLACK_SHARE), host_bytes // 8)
-    host_limit = host_bytes - slack - (0 if machine.discrete else beside_bytes)
-    if tiering.host_memory_bytes is None and plan.host_bytes > host_limit > 0:
+    host_limit = max(host_least, host_bytes - slack - (0 if machine.discrete else beside_bytes))
+    if tiering.host_memory_bytes is None and plan.host_bytes > host_limit:
         tiering = replace(tiering, host_memory_bytes=host_limit)
     if machine.device_bytes is not None and tiering.device_memory_bytes is None:
-        device_limit = int(machine.device_bytes * (1 - tiering.device_headroom)) - beside_bytes
-        if plan.device_used_bytes > device_limit > 0:
+        headroom = int(machine.device_bytes * tiering.device_headroom)
+        device_limit = max(device_least, machine.device_bytes - headroom - beside_bytes)
+        if plan.device_used_bytes > device_limit:
             tiering = replace(tiering, device_memory_bytes=device_limit)
     return config if tiering is config.tiering else replace(config, tiering=tiering)
 

@@ -107,16 +107,23 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
     )
 
 
+def device_least_bytes(sizing: Sizing) -> int:
+    """Return the smallest device budget for this layout."""
+    return _device_fixed_bytes(sizing) + sizing.params.computed.least + sizing.device.grads_least
+
+
+def _device_fixed_bytes(sizing: Sizing) -> int:
+    return sizing.params.computed.always + sizing.collecting_bytes + sizing.device.states
+
+
 def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> tuple[int, int]:
     """Return the device budget, which is the configured one or the useful part of the free memory, and the minimum."""
     params, share = sizing.params.computed, sizing.device
-    fixed_bytes = params.always + sizing.collecting_bytes + share.states
-    least = fixed_bytes + params.least + share.grads_least
     total = config.tiering.device_memory_bytes
     if total is None:
-        useful = fixed_bytes + params.most + share.grads_most + min(share.sums, free_bytes // _SUMS_SHARE)
-        total = min(int(AUTO_SHARE * free_bytes), useful)
-    return total, least
+        most = params.most + share.grads_most + min(share.sums, free_bytes // _SUMS_SHARE)
+        total = min(int(AUTO_SHARE * free_bytes), _device_fixed_bytes(sizing) + most)
+    return total, device_least_bytes(sizing)
 
 
 def _checked_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,22 @@ def test_a_device_budget_leaves_room_for_activations(tmp_path) -> None:
     plain = plan_training(model, config, machine)
     assert any(problems(plain, estimate(plain, count(model, plain), LIBRARIES), DRIVES, 64 * GIB))
     assert refused(shape_of(4e9), config, machine, DRIVES, 64 * GIB) == []
+
+
+@pytest.mark.parametrize("gib", [20, 40])
+def test_what_is_needed_on_a_device_that_is_too_small_counts_with_the_least_budget(gib, tmp_path) -> None:
+    """The whole device and the activations together would be said to be needed else: almost twice as much."""
+    config, shape = auto_config(tmp_path), shape_of(2e9)
+
+    def count(model: nn.Module, plan: TrainingPlan) -> Work:
+        return Work(1024, Pass(), Pass(), gib * GIB, 0.0, 0.0)
+
+    [problem] = refused(shape, config, Machine(device_bytes=20 * GIB, host_bytes=64 * GIB), DRIVES, 64 * GIB, count)
+    needed = float(re.findall(r"too small: ([0-9.]+) GiB are needed", problem)[0])
+    assert "tiering.device_memory" not in problem, "it is as low as it can be"
+    for card, problems_there in ((needed - 0.1, 1), (needed + 0.1, 0)):
+        machine = Machine(device_bytes=int(card * GIB), host_bytes=64 * GIB)
+        assert len(refused(shape, config, machine, DRIVES, 64 * GIB, count)) == problems_there
 
 
 def test_what_fits_is_left_as_it_is(tmp_path) -> None:
