@@ -172,7 +172,7 @@ class Params:
         direct = None if self._device is None or for_update or len(each.spec.pieces) > 1 else self._device.direct
         reads_to_device = each.home < Memory.HOST and each.update_memory is Memory.DEVICE  # from NVMe or a file
         reads_past_host = each.home is Memory.NVME and direct is not None
-        if not (reads_to_device or reads_past_host or each.home is Memory.SHARD or self._stage(each)):
+        if not (reads_to_device or reads_past_host or each.keeps_shard or self._stage(each)):
             return
         with self.critical:
             self._allocate(each)
@@ -181,7 +181,7 @@ class Params:
             elif reads_past_host:
                 assert direct is not None
                 each.read_past_host(direct)
-            elif each.home is Memory.SHARD:
+            elif each.keeps_shard:
                 self._fetch_from_shard(each)
             else:
                 if each.field.state(Memory.HOST) is State.ABSENT:
@@ -222,7 +222,7 @@ class Params:
             assert upload is not None
             each.order_behind(upload)
             self._end_fetch(each)
-        elif each.home is Memory.SHARD:
+        elif each.keeps_shard:
             each.await_shard_copy()
         else:
             self._finish(each, Memory.DEVICE)
@@ -327,7 +327,7 @@ class Params:
             each.field.end_write(each.update_memory, changed=changed)
             if not changed:
                 return
-            if each.home is Memory.SHARD:
+            if each.keeps_shard:
                 self._upload_to_shard(each)
             elif each.update_memory is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
                 self._upload_newest(each)
@@ -372,7 +372,7 @@ class Params:
     def end_device_change(self, each: UnitParams) -> None:
         """End the change; its work is queued, so that all later work of the compute stream runs behind it."""
         each.field.end_write(each.device_copy, in_order=True)
-        if each.home is Memory.SHARD:
+        if each.keeps_shard:
             self._update_tensor(each)
 
     def close_host(self, each: UnitParams, *, changed: bool = True) -> None:

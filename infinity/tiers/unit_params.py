@@ -147,13 +147,14 @@ class UnitParams:
 
     Attributes:
         home: the memory with the newest value while the unit is not on the device; DEVICE if it always is.
+        keeps_shard: whether the home is SHARD: this rank's shard is always on the device, and updates change it.
         update_memory: the memory in which the unit is changed, except by updates on a device.
         device_copy: the copy on the device, DEVICE or SHARD, that is uploaded, downloaded, and changed by updates on
             the device.
         has_nvme_copy: whether there is an NVME copy, which is written whenever the unit changes.
         lease: of the HOST copy.
         tensor: flat, on the compute device, see [Note: stable storage].
-        device_shard: this rank's shard, if the home is SHARD.
+        device_shard: this rank's shard, if the unit keeps it; else empty.
         compute_copy: the copy on the compute device; while it is pinned, the unit is not evicted.
         update_upload: the upload of updated values, as long as the compute stream is not ordered behind it.
         upload_after: a mark in the compute stream: work queued after it does not touch the memory that the next upload
@@ -176,7 +177,8 @@ class UnitParams:
         self.spec = spec
         self.home = home
         self.update_memory = Memory.DEVICE if carriers.device is None else Memory.HOST
-        self.device_copy = Memory.SHARD if home is Memory.SHARD else Memory.DEVICE
+        self.keeps_shard = home is Memory.SHARD
+        self.device_copy = Memory.SHARD if self.keeps_shard else Memory.DEVICE
         self.has_nvme_copy = extent is not None and home is not Memory.FILE
         self.lease = lease
         self.upload_after: Transfer | None = None
@@ -195,7 +197,7 @@ class UnitParams:
         self.tensor = self.buffer.tensor(spec.dtype, spec.numel)
         if spec.offloaded or carriers.device is None:
             self.buffer.free()  # before the next unit is allocated: the whole model may not fit in memory
-        self.device_shard = self.tensor.new_empty(spec.shard_numel if home is Memory.SHARD else 0)
+        self.device_shard = self.tensor.new_empty(spec.shard_numel if self.keeps_shard else 0)
         if home is Memory.FILE:
             self.field.begin_write(home)  # the file has the first value, although this process did not write it
             self.field.end_write(home)
@@ -369,7 +371,7 @@ class UnitParams:
 
     def _device_flat(self) -> tuple[torch.Tensor, tuple[Piece, ...]]:
         """Return the memory of the `device_copy`, and the shard's ranges in it."""
-        if self.device_copy is Memory.SHARD:
+        if self.keeps_shard:
             return self.device_shard, (Piece(0, 0, self.spec.shard_numel),)
         return self.tensor, self.spec.pieces
 
@@ -400,7 +402,7 @@ class UnitParams:
 
     def upload(self, stop: int) -> Transfer:
         """Start copying the elements of the shard before `stop` that were not sent yet."""
-        after = None if self.device_copy is Memory.SHARD else self.upload_after  # the mark refers to the tensor
+        after = None if self.keeps_shard else self.upload_after  # the mark refers to the tensor
         # All copies are on one stream: the last token covers all of them.
         for here, there in _runs(self.shard, *self._device_flat(), self.uploaded, stop):
             with self._counters.stalled(StallCause.HOST_LINK):

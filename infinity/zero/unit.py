@@ -297,7 +297,7 @@ class Unit(UnitState):
 
     def can_update(self) -> bool:
         """Whether an update may begin: the unit is in the memory that updates change, or being fetched."""
-        return self.params.home is Memory.SHARD or self.residency is not _STORED
+        return self.params.keeps_shard or self.residency is not _STORED
 
     @property
     def is_pinned(self) -> bool:
