@@ -21,12 +21,6 @@ During a forward, the mode of reads.py and the user's `TorchFunctionMode`s are c
 thread, also for `tensor.requires_grad`. The hooks of modules, and what they call, are not a part of the forward, so
 they run without these modes.
 
-[Note: dispatch modes]
-A `TorchDispatchMode` sees all operations of its thread, and may replace their results. Selective activation
-checkpointing is one: when backward repeats a forward pass, it returns the results that it has kept of the first pass.
-The engine's operations differ between the two passes. A mode that replaced their results would put old values into the
-model, or stop an update half way. So listeners handle events, and other operations of a step, outside of these modes.
-
 [Note: which nodes are older]
 A node's sequence number gives its age, counted by the thread that made it. A reentrant checkpoint records and runs a
 graph within backward, on a device in another thread than the forward pass. So a call is compared only with nodes of the
@@ -67,14 +61,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError
@@ -85,22 +78,6 @@ from infinity.zero.outside_units import normalisations
 from infinity.zero.partition import Partition
 from infinity.zero.reads import ParameterReads, Used
 from infinity.zero.unit import Unit, UnitCalls
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def outside_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function, which runs without the dispatch modes of its caller; see [Note: dispatch modes]."""
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch._C._len_torch_dispatch_stack():
-            return function(*args, **kwargs)
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return call
 
 
 class Listener:

@@ -31,9 +31,10 @@ from infinity.optim.torch_schedules import advances_by_itself
 from infinity.zero.build import Runtime, make_gradients, open_activations
 from infinity.zero.compiled import refuse_cuda_graphs
 from infinity.zero.compute_lane import ComputeLane
+from infinity.zero.dispatch_modes import outside_modes
 from infinity.zero.filling import filling_of
 from infinity.zero.grad_placeholders import GradPlaceholders
-from infinity.zero.hooks import Hooks, Listener, outside_modes
+from infinity.zero.hooks import Hooks, Listener
 from infinity.zero.last_step import LastStep
 from infinity.zero.layer_major import LayerMajor
 from infinity.zero.losses import Losses, running_pass
