@@ -65,9 +65,7 @@ class Gradients:
     def take(self, unit: Unit, index: int, param: nn.Parameter) -> Addend | None:
         """Remove `param.grad`. Return the gradients that are to be added now."""
         unit.running.arrived.add(index)
-        grad = param.grad
-        if type(grad) is not torch.Tensor:  # nearly all are plain tensors
-            grad = local_gradient(param)
+        grad = local_gradient(param)
         if grad is None:
             raise RuntimeError(f"gradient of {unit.layout.params[index].name} is missing when its hook runs")
         if grad.layout is not torch.strided:
@@ -180,7 +178,7 @@ class Gradients:
     # Sums #
 
     def units_with_gradients(self) -> list[Unit]:
-        return [unit for unit in self._units if unit.total.step is not None and unit.total.step.present]
+        return [unit for unit in self._units if unit.total.present]
 
     def are_finite(self, unit: Unit) -> bool:
         """Whether the unit's gradients, or this rank's shard of them, are finite. Blocks until they have come."""

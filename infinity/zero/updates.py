@@ -23,7 +23,7 @@ from infinity.errors import CapacityError, InfinityError, NonFiniteError
 from infinity.kernels import Rule
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.ticket import Segment
-from infinity.tiers import Sharding
+from infinity.tiers import Sharding, overlap
 from infinity.zero.executor import Executor
 from infinity.zero.foresight import Foresight
 from infinity.zero.gradients import Gradients
@@ -216,8 +216,7 @@ class Updates:
         for done, unit in enumerate(self._due):
             if done >= least and not (self._gradients.alone and unit.grads_store.has_come(unit.grads)):
                 break
-            if not self.under_way:
-                self._losses.check_late()
+            self._losses.check_late()
             if self._gradients.alone:
                 del self._final[unit]
                 self._update_final(unit, finite=self._gradients.are_finite(unit))
@@ -421,13 +420,15 @@ class Updates:
                 runs.append((info.offset, stop, info.group, step))
             joinable = True
         segments = []
-        numel = layout.trainable_numel // self._sharding.count
-        first = self._sharding.rank * numel  # the shard's first element in the unit
-        for start, stop, group, step in runs:
-            low, high = max(start - first, 0), min(stop - first, numel)
-            if low < high:
-                rule = self._rules.get((group, step, scale))
-                if rule is None:
-                    rule = self._rules[group, step, scale] = self._rule_of(group, step, scale)
-                segments.append(Segment(low, high, rule))
+        for own in self._sharding.pieces(layout.trainable_numel, layout.trainable_numel):
+            for start, stop, group, step in runs:
+                piece = overlap(own, start, stop)
+                if piece is not None:
+                    segments.append(Segment(piece.shard, piece.shard + piece.numel, self._rule(group, step, scale)))
         return tuple(segments)
+
+    def _rule(self, group: int, step: int, scale: float) -> Rule:
+        key = group, step, scale
+        if key not in self._rules:
+            self._rules[key] = self._rule_of(*key)
+        return self._rules[key]
