@@ -84,7 +84,7 @@ class Updates:
         self._pipeline = pipeline
         self._gradients = gradients
         self._rule_of = rule_of
-        self._rules: dict[tuple[int, int, float], Rule] = {}  # results of `rule_of`, which the units of a pass share
+        self._pass_rules: dict[tuple[int, int, float], Rule] = {}  # of `rule_of`, for all units of a pass
         self._schedule = schedule
         self._max_norm = max_norm
         self._losses = losses
@@ -106,7 +106,7 @@ class Updates:
             early: each gradient is final on arrival, because the step has one pass.
         """
         self._early = early
-        self._rules.clear()
+        self._pass_rules.clear()
         for unit in self._executor.units:
             unit.running = UnitPass(unit in in_parts)
         self._final.clear()
@@ -339,7 +339,7 @@ class Updates:
 
     def _finish_step(self) -> StepOutcome:
         self._pipeline.prefer(begun=False)
-        self._rules.clear()  # the user may have changed hyper-parameters since the backward pass
+        self._pass_rules.clear()  # the user may have changed hyper-parameters since the backward pass
         for addend in self._gradients.finish():
             self._add_with_room(addend)
         if self._schedule is UpdateSchedule.BACKWARD:
@@ -429,6 +429,6 @@ class Updates:
 
     def _rule(self, group: int, step: int, scale: float) -> Rule:
         key = group, step, scale
-        if key not in self._rules:
-            self._rules[key] = self._rule_of(*key)
-        return self._rules[key]
+        if key not in self._pass_rules:
+            self._pass_rules[key] = self._rule_of(*key)
+        return self._pass_rules[key]
