@@ -16,11 +16,6 @@ node, autograd would first sum the gradients of an input within the call, and th
 A sum in another order has other bits, which would then depend on the units that can be evicted. Hooks on tensors do not
 change the order.
 
-[Note: function modes]
-During a forward, the mode of reads.py and the user's `TorchFunctionMode`s are called for every torch function of the
-thread, also for `tensor.requires_grad`. The hooks of modules, and what they call, are not a part of the forward, so
-they run without these modes.
-
 [Note: which nodes are older]
 A node's sequence number gives its age, counted by the thread that made it. A reentrant checkpoint records and runs a
 graph within backward, on a device in another thread than the forward pass. So a call is compared only with nodes of the
@@ -238,46 +233,44 @@ class Hooks:
         followed = [unit for unit in units if unit.calls.followed]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            with torch._C.DisableTorchFunction():  # see [Note: function modes]
-                # First: asking for the node of a view that was changed in place makes autograd create it.
-                inputs = _recorded(_tensors(args, kwargs)) if moving and torch.is_grad_enabled() else []
-                call = _Call(module, units, followed, self._begun)
-                running = self._running
-                is_inner = bool(running) and running[-1].thread == call.thread  # the outermost call holds the claim
-                call.claims = not is_inner and self.thread.claim()
-                try:
-                    self._listener.enter(units)
-                except BaseException:
-                    if call.claims:
-                        self.thread.release()
-                    raise
-                self._count(units)
-                call.watches = self._reads.begin()
-                running.append(call)
-                call.has_inputs = bool(inputs)
-                for tensor in inputs:
-                    tensor.register_hook(partial(self._begun.end_newer, _node_of(tensor)))
-
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            with torch._C.DisableTorchFunction():
-                running = self._running
-                if not running or running[-1].module is not module or running[-1].thread != threading.get_ident():
-                    return  # an exception came before `before`
-                call = running.pop()
+            # First: asking for the node of a view that was changed in place makes autograd create it.
+            inputs = _recorded(_tensors(args, kwargs)) if moving and torch.is_grad_enabled() else []
+            call = _Call(module, units, followed, self._begun)
+            running = self._running
+            is_inner = bool(running) and running[-1].thread == call.thread  # the outermost call holds the claim
+            call.claims = not is_inner and self.thread.claim()
+            try:
+                self._listener.enter(units)
+            except BaseException:
                 if call.claims:
                     self.thread.release()
-                if call.watches:
-                    self._reads.end()
-                self._listener.leave(tuple(call.units), ends_forward=not running)
-                if not running:
-                    self._refuse_views(output)
-                if not torch.is_grad_enabled():
-                    return
-                if call.followed:
-                    call.begin_with(output, (args, kwargs))
-                if module is self._model:
-                    for tensor in _recorded_with_bases(output, (args, kwargs)):
-                        tensor.register_hook(self._backward_begins)
+                raise
+            self._count(units)
+            call.watches = self._reads.begin()
+            running.append(call)
+            call.has_inputs = bool(inputs)
+            for tensor in inputs:
+                tensor.register_hook(partial(self._begun.end_newer, _node_of(tensor)))
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            running = self._running
+            if not running or running[-1].module is not module or running[-1].thread != threading.get_ident():
+                return  # an exception came before `before`
+            call = running.pop()
+            if call.claims:
+                self.thread.release()
+            if call.watches:
+                self._reads.end()
+            self._listener.leave(tuple(call.units), ends_forward=not running)
+            if not running:
+                self._refuse_views(output)
+            if not torch.is_grad_enabled():
+                return
+            if call.followed:
+                call.begin_with(output, (args, kwargs))
+            if module is self._model:
+                for tensor in _recorded_with_bases(output, (args, kwargs)):
+                    tensor.register_hook(self._backward_begins)
 
         if self._compiled:
             before, after = left_out(before), left_out(after)

@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +42,13 @@ STEPS, AT = 12, 2  # interrupts come from the third step on
 EVERY = int(os.environ.get("INTERRUPT_EVERY", "5"))  # of the lines; 1 takes minutes
 ROOT = str(Path(infinity.__file__).parent)
 MODES = str(Path(torch.overrides.__file__))  # where torch takes a mode off while the mode's function runs
+
+
+@pytest.fixture(autouse=True)
+def torch_functions_stay_enabled() -> Iterator[None]:
+    """An interrupt at the end of a `with` skips its `__exit__`: no mode of torch's may depend on it."""
+    yield
+    assert not torch._C._is_torch_function_all_disabled()
 
 
 @dataclass(frozen=True)
