@@ -193,7 +193,7 @@ def _beats(point: SweepPoint, kept: SweepPoint) -> bool:
     if not point.final_rates or not kept.final_rates:
         return False
     one, other = statistics.median(point.final_rates), statistics.median(kept.final_rates)
-    spread = max(max(rates) - min(rates) for rates in (point.final_rates, kept.final_rates))
+    spread = max(point.final_spread_bytes_per_s, kept.final_spread_bytes_per_s)
     return one >= _WORTHWHILE * other and one - other > spread
 
 

@@ -36,6 +36,12 @@ class SweepPoint:
         return statistics.median(self.final_rates or self.rates)
 
     @property
+    def final_spread_bytes_per_s(self) -> float:
+        """Range of the final measurements without the fastest and the slowest: one pause of a drive must not decide."""
+        inner = sorted(self.final_rates)[1:-1] or self.final_rates
+        return max(inner) - min(inner)
+
+    @property
     def in_flight_bytes(self) -> int:
         return self.options.block_size_bytes * self.options.queue_depth
 

@@ -211,7 +211,7 @@ def _verdict(default: IoOptions, best: SweepPoint, points: Sequence[SweepPoint])
         return "the default: none is faster"
     finals = [point for point in points if point.final_rates]
     ratio = max(statistics.median(point.final_rates) for point in finals) / statistics.median(kept.final_rates)
-    spread = (max(kept.final_rates) - min(kept.final_rates)) / statistics.median(kept.final_rates)
+    spread = kept.final_spread_bytes_per_s / statistics.median(kept.final_rates)
     return f"the default: none is faster by 15% and the spread (best {ratio:.2f} of it, which varies by {spread:.0%})"
 
 
