@@ -141,7 +141,7 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
     if trained and not there and sizing.schedule is UpdateSchedule.SPECULATIVE:
         old_params = _old_params(plan, is_double_buffered=is_double_buffered and moves, all_stored=stored == len(homes))
     on_drive = -(-stored * tiles // max(1, len(homes)))
-    ahead = (on_drive if old_params in ("slots", "states") else 0) or tiles
+    reversible = (on_drive if old_params in ("slots", "states") else 0) or tiles
     return UnitSpec(
         nbytes=spec.nbytes,
         tiles=tiles,
@@ -151,8 +151,8 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
         on_device=there,
         old_params=old_params,
         is_double_buffered=is_double_buffered,
-        ahead=ahead,
-        reconstructs=sizing.rules.grads.reconstructs and ahead == tiles,
+        reversible=reversible,
+        reconstructs=sizing.rules.grads.reconstructs and reversible == tiles,
         streams=sizing.rules.grads.stream and not there,
         host=host,
         parts=unit in sizing.shards.standing,

@@ -73,7 +73,7 @@ def simulate_step(work: StepWork, speeds: Speeds) -> SimulatedStep:
 
 @dataclass(frozen=True)
 class _Spec(UnitSpec):
-    """A unit. Here `ahead` counts bytes of the undo log, not tiles."""
+    """A unit. Here `reversible` counts bytes of the undo log, not tiles."""
 
     on_drive: Collection[int] = ()
 
@@ -86,7 +86,7 @@ def _spec(work: UnitWork) -> _Spec:
         grads="" if not work.tiles else "slot" if work.spill_s else "own" if work.own_grads else "shared",
         grad_bytes=work.grad_bytes,
         is_double_buffered=any(tile.params_s for tile in work.tiles),
-        ahead=work.undo_bytes,
+        reversible=work.undo_bytes,
         reconstructs=work.reconstructs,
         host=not work.read_s,
         on_drive=frozenset(index for index, tile in enumerate(work.tiles) if tile.is_stored),
@@ -368,26 +368,26 @@ class TimedRank(Rank):
         super()._complete(row)
 
     def _submit_tiles(self, row: Row, due: Due, tiles: list[int], needed: int, *, write: bool) -> Ticket:
-        if self.foreseen is None:
+        if self.expected is None:
             self._publish(row)
         ticket = super()._submit_tiles(row, due, tiles, needed, write=row.spec.is_double_buffered)
         ticket.ready += self._coming.pop(row, [])
         return ticket
 
-    def _submit_ahead(self, row: Row, action: actions.SubmitAhead) -> None:
-        work, foreseen = self._work.units[row.index], self.foreseen
-        assert foreseen is not None
+    def _submit_speculative(self, row: Row, action: actions.SubmitSpeculative) -> None:
+        work, expected = self._work.units[row.index], self.expected
+        assert expected is not None
         whole = self._has_images(row, action.needed)
         tiles = list(range(len(work.tiles) if whole else work.unlogged))
         if tiles:
             kind = "images" if whole and work.undo_bytes else "slots"
-            self._run_ahead(row, foreseen, tiles, kind, action.needed)
+            self._submit_reversible(row, expected, tiles, kind, action.needed)
 
     def _images(self, row: Row, tiles: Sequence[int]) -> int:
-        return row.spec.ahead
+        return row.spec.reversible
 
-    def commit_ahead(self, row: Row, due: Due) -> None:
-        super().commit_ahead(row, due)
+    def commit_speculative(self, row: Row, due: Due) -> None:
+        super().commit_speculative(row, due)
         if row.due is None:
             self._publish(row)
             self.upload(row)

@@ -109,7 +109,7 @@ class StepWork:
         plan: of the units that are fetched and evicted.
         params_bytes, grads_bytes: memory for these units, and for gradients that wait.
         undo_bytes: size of the undo log.
-        speculates: updates run ahead of the norm.
+        speculates: updates are speculative.
         slots: of the ring of tiles.
         spill_slots: how many units that may spill have gradients in memory at once.
         passes: forward and backward passes.

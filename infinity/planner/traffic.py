@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from infinity.schedule import Plan
 from infinity.schedule.needs import summed_once
 from infinity.schedule.placement import Placement
-from infinity.schedule.scheduler import spilled_ahead
+from infinity.schedule.scheduler import free_slots_wanted
 from infinity.tiers import Memory
 from infinity.zero.sizing import Sizing
 
@@ -90,7 +90,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
         params_written=sum(specs[unit].shard_nbytes for unit in written(sizing, steps) if stored[unit]),
         # The first units' gradients, the last of backward, stay in the slots, except slots that were written early. The
         # updates begin with these units and find them in memory.
-        spilled=sum(spilling) * passes - sum(spilling[: spills.slots - spilled_ahead(spills.slots)]),
+        spilled=sum(spilling) * passes - sum(spilling[: spills.slots - free_slots_wanted(spills.slots)]),
         unspilled=sum(spilling) * passes - sum(spilling[: spills.slots]),
         link_down=once + (leaving - once) * passes,
         link_up=staying if leaving else 0,

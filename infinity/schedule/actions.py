@@ -69,7 +69,7 @@ class UpdateDue(_UnitEvent):
     """A unit's update is due. It may be submitted if the parameters are in memory."""
 
 
-class UpdateForeseen(_UnitEvent):
+class UpdateExpected(_UnitEvent):
     """A unit's gradients are complete, and its update is expected. It may be submitted as a speculative update."""
 
 
@@ -126,7 +126,7 @@ class Submit(_Submission):
     """Submit a unit's due update. Its gradients have room."""
 
 
-class SubmitAhead(_Submission):
+class SubmitSpeculative(_Submission):
     """Submit a unit's expected update as a speculative one, for the tiles that can be rolled back."""
 
 

@@ -295,7 +295,7 @@ def _ahead_numel(config: Config, *, discrete: bool) -> int:
     return asked if asked is not None else _AHEAD_NUMEL if discrete else 0
 
 
-def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
+def may_speculate(config: Config, ranks: int, *, discrete: bool) -> bool:
     """Whether speculative updates cost nothing.
 
     There are two cases. Either all fields that they change are double-buffered on NVMe anyway, and users do not read
@@ -309,7 +309,7 @@ def may_run_ahead(config: Config, ranks: int, *, discrete: bool) -> bool:
     return _alone_with_device(ranks, discrete=discrete) and in_memory
 
 
-def may_run_ahead_on_drives(
+def may_speculate_on_drives(
     config: Config, rules: Rules, ranks: int, *, slot_bytes: int, drive_bytes: Callable[[], int | None]
 ) -> bool:
     """Whether "auto" makes updates of units on NVMe speculative.

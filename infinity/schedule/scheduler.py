@@ -37,7 +37,7 @@ _STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # an Enum look-up tak
 _NOW = -1  # before every use: the plan evicts this unit next, which must wait for the end of its update
 
 
-def spilled_ahead(slots: int) -> int:
+def free_slots_wanted(slots: int) -> int:
     """Return how many gradient slots should be free or being spilled once a unit's gradients are complete.
 
     Two, so that a write may take as long as the next unit computes; with fewer than three slots, one.
@@ -269,11 +269,11 @@ class Scheduler:
                     f"no host memory is left for the gradients of unit `{row.name}`: raise tiering.host_memory"
                 )
 
-    def _try_ahead(self, row: UnitState) -> Actions:
+    def _try_speculative(self, row: UnitState) -> Actions:
         """Submit the expected update as a speculative one, if the unit and its gradients are in memory and idle."""
         at_rest = not (row.is_updating or row.is_updated_on_device) and row.residency is _RESIDENT
         if at_rest and row.gradients_have_room:
-            yield actions.SubmitAhead(row, *self._write_and_next_use(row))
+            yield actions.SubmitSpeculative(row, *self._write_and_next_use(row))
 
     def _retry_updates(self) -> Actions:
         """Submit blocked updates, the longest first. Stop at the first without room: the others need the same room."""
@@ -319,11 +319,11 @@ class Scheduler:
             return True
         return False
 
-    def _spill_ahead(self, _event: actions.GradientsPause) -> Actions:
-        """Start spills until enough slots for the next units are free or being written, see `spilled_ahead`."""
+    def _spill_early(self, _event: actions.GradientsPause) -> Actions:
+        """Start spills until enough slots for the next units are free or being written, see `free_slots_wanted`."""
         leaving = sum(self.rows[unit].gradients is State.LEAVING for unit in self._in_slots)
         free = self._gradient_slots - len(self._in_slots)
-        for _ in range(spilled_ahead(self._gradient_slots) - free - leaving):
+        for _ in range(free_slots_wanted(self._gradient_slots) - free - leaving):
             oldest = self._first_in_slot(State.VALID)
             if oldest is None:
                 return
@@ -350,7 +350,7 @@ _HANDLERS: dict[type[Event], Callable[[Scheduler, Any], Actions]] = {
     actions.ParametersStale: lambda scheduler, event: scheduler._drop_stale(event.unit),
     actions.RoomNeeded: lambda scheduler, event: scheduler._make_room(event.unit),
     actions.UpdateDue: lambda scheduler, event: scheduler._try_update(event.unit),
-    actions.UpdateForeseen: lambda scheduler, event: scheduler._try_ahead(event.unit),
+    actions.UpdateExpected: lambda scheduler, event: scheduler._try_speculative(event.unit),
     actions.GradientsNeedRoom: lambda scheduler, event: scheduler._free_gradients(event.unit),
-    actions.GradientsPause: Scheduler._spill_ahead,
+    actions.GradientsPause: Scheduler._spill_early,
 }

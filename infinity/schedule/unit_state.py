@@ -29,14 +29,13 @@ class UnitState(ABC):
         due: this step's update, not submitted yet.
         begun: the part of `due` that a speculative update has already done.
         ticket: the update in the optimizer's queue, or being written home.
-        ahead: a speculative update. Each of these four attributes is None if there is none. The scheduler only
+        speculative: a speculative update. Each of these four attributes is None if there is none. The scheduler only
             compares them with None.
         is_reconstructable: whether the old parameters can be reconstructed from the optimizer states, if the next
             update is like the last one; False if no states are double-buffered.
     """
 
     __slots__ = (
-        "ahead",
         "begun",
         "due",
         "index",
@@ -44,6 +43,7 @@ class UnitState(ABC):
         "name",
         "nbytes",
         "offloaded",
+        "speculative",
         "spills",
         "ticket",
     )
@@ -51,7 +51,7 @@ class UnitState(ABC):
     due: Any
     begun: Any
     ticket: Any
-    ahead: Any
+    speculative: Any
 
     def __init__(self, index: int, name: str, nbytes: int, *, offloaded: bool, spills: bool) -> None:
         self.index = index
@@ -59,7 +59,7 @@ class UnitState(ABC):
         self.nbytes = nbytes
         self.offloaded = offloaded
         self.spills = spills
-        self.due = self.begun = self.ticket = self.ahead = None
+        self.due = self.begun = self.ticket = self.speculative = None
         self.is_reconstructable = False
 
     def __repr__(self) -> str:
@@ -102,4 +102,4 @@ class UnitState(ABC):
     @property
     def is_updating(self) -> bool:
         """Whether an update is due, submitted or speculative. The parameters in memory are then not the newest."""
-        return self.due is not None or self.ticket is not None or self.ahead is not None
+        return self.due is not None or self.ticket is not None or self.speculative is not None

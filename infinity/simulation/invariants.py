@@ -107,7 +107,7 @@ def check_at_rest(world: Performer) -> None:
     for row in world.rows:
         arrives = row.fetch is not None and (not row.fetch.done or row.fetch.failed)  # nobody may have waited for it
         values = row.home if row.residency is _STORED or row.stale or arrives else row.mem
-        if row.due is not None or row.ticket is not None or row.ahead is not None:
+        if row.due is not None or row.ticket is not None or row.speculative is not None:
             violate("once", f"an update of {row.name} is left behind")
         if any(version != row.wanted for version in values):
             violate("once", f"{row.name} has had updates {values}, and {row.wanted} were asked for")

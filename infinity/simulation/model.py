@@ -24,7 +24,7 @@ class UnitSpec:
         on_device: its optimizer states are where the model computes.
         old_params: where a speculative update keeps what it replaces: "slots", "states", "images" or "" (nowhere).
         is_double_buffered: the drive has two of each tile.
-        ahead: tiles that a speculative update can undo.
+        reversible: tiles that a speculative update can undo.
         reconstructs: its gradients can be reconstructed from the optimizer states.
         made: its first values are made in memory.
         streams: its gradients leave the device while that computes on.
@@ -43,7 +43,7 @@ class UnitSpec:
     on_device: bool = False
     old_params: str = ""
     is_double_buffered: bool = False
-    ahead: int = 1
+    reversible: int = 1
     reconstructs: bool = False
     made: bool = False
     streams: bool = False

@@ -22,7 +22,7 @@ from infinity.simulation.filling import DeviceMemory
 from infinity.simulation.gradients import GradMemory
 from infinity.simulation.invariants import check_polled, check_world, most_actions, ready_updates, violate
 from infinity.simulation.model import Config, RankSpec
-from infinity.simulation.rows import NOTHING, Ahead, Due, Row
+from infinity.simulation.rows import NOTHING, Due, Row, SpeculativeUpdate
 from infinity.simulation.staging import Staging
 from infinity.simulation.states import States
 from infinity.simulation.worker import Ticket, Worker
@@ -54,8 +54,8 @@ class Performer:
         events: that the scheduler was told.
         committed: the step that a crash leaves; None before there is one.
         changed_memory: something has come or gone since all rows were checked together.
-        foreseen: the update that may run ahead, while the scheduler decides on it.
-        aheads: units with speculative updates.
+        expected: the update that may be speculative, while the scheduler decides on it.
+        undecided: units with speculative updates.
         critical: the engine's, around what an interrupt must not cut short.
         checks: whether to check the invariants over all rows at each event.
         gradients_may_spill: a speculative update has given gradients back, which may spill.
@@ -70,8 +70,8 @@ class Performer:
         self.committed: int | None = None
         self.gradients_may_spill = False
         self.changed_memory = True
-        self.foreseen: Due | None = None
-        self.aheads: dict[Row, None] = {}
+        self.expected: Due | None = None
+        self.undecided: dict[Row, None] = {}
         self.critical = CriticalSection()
         self.clock = self._make_clock(seed, spec, trace)
         speculative = config.schedule == "speculative"
@@ -312,7 +312,7 @@ class Performer:
         if self.worker.ended:
             for ticket in [each for each in self.worker.ended if each.done]:
                 self._note(ticket)
-        self.spill_ahead()
+        self.spill_early()
         ready = ready_updates(self) if self.checks else []
         if self.scheduler.waits_for_memory:
             self.do(actions.MemoryFreed())
@@ -349,28 +349,28 @@ class Performer:
 
     # Speculative updates #
 
-    def _submit_ahead(self, row: Row, action: actions.SubmitAhead) -> None:
-        foreseen = self.foreseen
-        if row.is_updating or row.residency is not _RESIDENT or foreseen is None:
-            violate("legal", f"{row.name} is updated ahead, and is not at rest")
+    def _submit_speculative(self, row: Row, action: actions.SubmitSpeculative) -> None:
+        expected = self.expected
+        if row.is_updating or row.residency is not _RESIDENT or expected is None:
+            violate("legal", f"{row.name} has a speculative update, and is not at rest")
         kind = self._old_params(row, write=action.write)
         if not kind or (kind == "images" and not self._has_images(row, action.needed)):
             return
-        tiles = [tile for tile in range(row.spec.ahead) if self.states.can_roll_back(row.index, tile)]
+        tiles = [tile for tile in range(row.spec.reversible) if self.states.can_roll_back(row.index, tile)]
         if not tiles:
             return
         with self.critical:
-            self._run_ahead(row, foreseen, tiles, kind, action.needed)
+            self._submit_reversible(row, expected, tiles, kind, action.needed)
 
-    def _run_ahead(self, row: Row, foreseen: Due, tiles: list[int], kind: str, needed: int) -> None:
+    def _submit_reversible(self, row: Row, expected: Due, tiles: list[int], kind: str, needed: int) -> None:
         whole = len(tiles) == row.spec.tiles and self.states.keeps_all(row.index)
-        ticket = self._submit_tiles(row, foreseen, tiles, needed, write=kind == "slots")
+        ticket = self._submit_tiles(row, expected, tiles, needed, write=kind == "slots")
         ticket.keeps = ticket.logs = True
         ticket.drops_grads = kind != "images" and row.spec.reconstructs and row.spills and whole
         ticket.images = self._images(row, tiles) if kind == "images" else 0
         self.images -= ticket.images
-        row.ahead = Ahead(foreseen, frozenset(tiles), ticket, kind)
-        self.aheads[row] = None
+        row.speculative = SpeculativeUpdate(expected, frozenset(tiles), ticket, kind)
+        self.undecided[row] = None
         self.worker.submit(ticket)
 
     def _images(self, row: Row, tiles: Sequence[int]) -> int:
@@ -389,66 +389,66 @@ class Performer:
 
     def _has_images(self, row: Row, needed: int) -> bool:
         """There is room in the undo log, for which what is needed later makes way."""
-        aheads = [each.ahead for each in self.aheads if each.ahead is not None]
-        later = [ahead.ticket for ahead in aheads if ahead.ticket.images and ahead.ticket.needed > needed]
+        undecided = [each.speculative for each in self.undecided if each.speculative is not None]
+        later = [each.ticket for each in undecided if each.ticket.images and each.ticket.needed > needed]
         later = [each for each in later if each.row.ticket is each and not each.chosen]
-        if row.spec.ahead > self.images + sum(each.images for each in later):
+        if row.spec.reversible > self.images + sum(each.images for each in later):
             return False
         later.sort(key=lambda each: each.needed)
-        while row.spec.ahead > self.images and later:
+        while row.spec.reversible > self.images and later:
             ticket = later.pop()
             if self.worker.withdraw(ticket):  # not if the worker has chosen it while another one was withdrawn
                 self._decide(ticket.row)
                 self._note(ticket)
-        return row.spec.ahead <= self.images
+        return row.spec.reversible <= self.images
 
-    def _decide(self, row: Row) -> Ahead:
-        ahead = row.ahead
-        assert ahead is not None
-        row.ahead = None
-        del self.aheads[row]
-        self.images += ahead.ticket.images
-        ahead.ticket.logs = False
+    def _decide(self, row: Row) -> SpeculativeUpdate:
+        update = row.speculative
+        assert update is not None
+        row.speculative = None
+        del self.undecided[row]
+        self.images += update.ticket.images
+        update.ticket.logs = False
         self.states.forget(row.index)
-        return ahead
+        return update
 
     def speculate(self, row: Row, due: Due) -> bool:
         """Update of a unit what can be undone; False if that is nothing."""
-        self.foreseen = due
-        self.do(actions.UpdateForeseen(row))
-        self.foreseen = None
-        return row.ahead is not None
+        self.expected = due
+        self.do(actions.UpdateExpected(row))
+        self.expected = None
+        return row.speculative is not None
 
-    def commit_ahead(self, row: Row, due: Due) -> None:
-        """What ran ahead is the unit's update; what is left of it is due."""
-        ahead = self._decide(row)
-        if ahead.due != due:
-            violate("once", f"{row.name} was updated ahead with {ahead.due}, and {due} is due")
-        if len(ahead.tiles) < row.spec.tiles:
-            row.begun = ahead.tiles
-            row.due = ahead.due
+    def commit_speculative(self, row: Row, due: Due) -> None:
+        """The speculative update is the unit's update; what is left of it is due."""
+        update = self._decide(row)
+        if update.due != due:
+            violate("once", f"{row.name} had a speculative update with {update.due}, and {due} is due")
+        if len(update.tiles) < row.spec.tiles:
+            row.begun = update.tiles
+            row.due = update.due
         elif row.ticket is not None:
             row.ticket.keeps = False
         else:
             self.grads.drop(row)
 
     def roll_back(self, *rows: Row, grads: bool = True) -> None:
-        """Units that were updated ahead are what they were before."""
-        ahead = [row for row in rows if row.ahead is not None]
-        if not ahead:
+        """Units with speculative updates are what they were before."""
+        undecided = [row for row in rows if row.speculative is not None]
+        if not undecided:
             return
-        for row in ahead:
+        for row in undecided:
             if row.residency is _FETCHING:
                 self.do(actions.OldParametersNeeded(row))
-        away = [row for row in ahead if row.residency is _STORED and self._needs_memory(row)]
+        away = [row for row in undecided if row.residency is _STORED and self._needs_memory(row)]
         with self.critical:
-            self._undo([row for row in ahead if row not in away], grads=grads)
-            self.spill_ahead()
+            self._undo([row for row in undecided if row not in away], grads=grads)
+            self.spill_early()
             for row in away:  # one by one, since there may not be room for all of them
                 self.do(actions.OldParametersNeeded(row))
                 self._undo([row], grads=grads)
-            self.spill_ahead()
-            for row in ahead:
+            self.spill_early()
+            for row in undecided:
                 self.changed(row)
                 if row.stale:
                     self.do(actions.ParametersStale(row))
@@ -459,7 +459,7 @@ class Performer:
 
     @staticmethod
     def _needs_memory(row: Row) -> bool:
-        return row.ahead is not None and row.ahead.old_params == "states" and not row.spec.host
+        return row.speculative is not None and row.speculative.old_params == "states" and not row.spec.host
 
     def _undo(self, rows: list[Row], *, grads: bool) -> None:
         tickets = [row.ticket for row in rows if row.ticket is not None]
@@ -469,16 +469,16 @@ class Performer:
         for ticket in tickets:
             self.finish(ticket)
         for row in rows:
-            ahead = row.ahead
-            assert ahead is not None
-            updated = [tile for tile in sorted(ahead.tiles) if tile not in {left.index for left in ahead.ticket.tiles}]
-            if ahead.old_params == "states" or (self.grads.of(row).needs_reconstruction and grads):
-                self.worker.between_tiles(partial(self.states.reconstruct, row.index, updated, ahead.due.states))
+            update = row.speculative
+            assert update is not None
+            updated = [tile for tile in sorted(update.tiles) if tile not in {each.index for each in update.ticket.tiles}]
+            if update.old_params == "states" or (self.grads.of(row).needs_reconstruction and grads):
+                self.worker.between_tiles(partial(self.states.reconstruct, row.index, updated, update.due.states))
             self._reconstruct_grads(row, grads=grads)
-            self.worker.between_tiles(partial(self.states.roll_back, row.index, sorted(ahead.tiles)))
+            self.worker.between_tiles(partial(self.states.roll_back, row.index, sorted(update.tiles)))
             self._decide(row)
             before = [row.wanted] * row.spec.tiles
-            if ahead.old_params != "slots":
+            if update.old_params != "slots":
                 if row.residency is not _RESIDENT and not row.spec.host:
                     violate("lost", f"{row.name} is to be what it was, and is {row.residency.name}")
                 row.put(before)
@@ -496,8 +496,8 @@ class Performer:
         if not grads:
             self.grads.drop(row)
             return
-        assert row.ahead is not None
-        while not self.grads.restore(row, row.ahead.due.grad):
+        assert row.speculative is not None
+        while not self.grads.restore(row, row.speculative.due.grad):
             if not self.free_gradients(row):
                 raise CapacityError(f"no memory is left for the gradients of {row.name}, whose update is rolled back")
         self.gradients_may_spill = True
@@ -508,7 +508,7 @@ class Performer:
         """Free memory that the unit's gradients may take; False if there is none."""
         return self.do(actions.GradientsNeedRoom(row))
 
-    def spill_ahead(self) -> None:
+    def spill_early(self) -> None:
         """Gradients that updates have given back may spill."""
         if self.gradients_may_spill:
             self.gradients_may_spill = False
@@ -520,7 +520,7 @@ _PERFORMERS: dict[type[actions.Action], Callable[[Performer, Any, Any], object]]
     actions.AwaitFetch: lambda self, row, _: self.await_fetch(row),
     actions.Evict: lambda self, row, _: self._evict(row),
     actions.Submit: Performer._submit,
-    actions.SubmitAhead: lambda self, row, action: self._submit_ahead(row, action),
+    actions.SubmitSpeculative: lambda self, row, action: self._submit_speculative(row, action),
     actions.UpdateOnDevice: lambda self, row, _: self._update_on_device(row),
     actions.AwaitUpdate: lambda self, row, _: self._await_update(row),
     actions.AwaitNewest: lambda self, row, _: self._await_newest(row),

@@ -407,7 +407,7 @@ class Rank(Performer):
                 return
             self._drop()
         self._open = ""
-        left = [row.name for row in self.rows if backward and row.ahead is not None]
+        left = [row.name for row in self.rows if backward and row.speculative is not None]
         if left or before != [row.wanted for row in self.rows]:
             violate("error", f"{left} are not what they were before the pass")
 
@@ -495,7 +495,7 @@ class Rank(Performer):
             self.do(actions.GradientsPause())
 
     def _foresee(self, row: Row) -> None:
-        """The unit is gathered anew, on all ranks, also on those where its update does not run ahead."""
+        """The unit is gathered anew, on all ranks, also on those where its update is not speculative."""
         self._gathering.changed(row)
 
     def _drop(self) -> None:
@@ -521,11 +521,11 @@ class Rank(Performer):
         return Due(row.wanted + 1, row.updates + 1, (self.step, self._added[row.index]), clips)
 
     def _update(self, row: Row, *, clips: bool = False) -> None:
-        """Update the unit as soon as its values are in memory; what ran ahead is its update."""
+        """Update the unit as soon as its values are in memory; a speculative update is its update."""
         self._under_way = True
         due = self._due(row, clips=clips)
-        if row.ahead is not None:
-            self.commit_ahead(row, due)
+        if row.speculative is not None:
+            self.commit_speculative(row, due)
         else:
             row.due = due
             self._gathering.changed(row)
@@ -570,9 +570,9 @@ class Rank(Performer):
         self._commit_if_computed()
 
     def _update_all(self, *, clips: bool) -> None:
-        """The norm is known: what ran ahead stands or is rolled back, and the others are updated."""
+        """The norm is known: speculative updates stand or are rolled back, and the others are updated."""
         rows = sorted([self.rows[unit] for unit in sorted(self._added)], key=self.cycle.first_use)
-        others = [row for row in rows if row.ahead is None or clips]
+        others = [row for row in rows if row.speculative is None or clips]
         self.roll_back(*others)
         if self._schedule != "barrier":
             self.worker.expect([row.index for row in others])
@@ -580,12 +580,12 @@ class Rank(Performer):
             self._update(row, clips=clips)
 
     def roll_back_all(self, *, grads: bool = True) -> bool:
-        """What runs ahead, or has done so, is rolled back; whether there was any."""
-        rows = list(self.aheads)
+        """Roll back all speculative updates; whether there was any."""
+        rows = list(self.undecided)
         self.roll_back(*rows, grads=grads)
         return bool(rows)
 
-    def _start_pending(self) -> None:
+    def _submit_due(self) -> None:
         for row in [row for row in self._asked if row.due is not None]:
             with self._pinned(row):
                 self.do(actions.ParametersNeeded(row))
@@ -593,7 +593,7 @@ class Rank(Performer):
     def drain(self) -> None:
         """Carry out every update, and wait for all of them."""
         self.roll_back_all()
-        self._start_pending()
+        self._submit_due()
         while self.finish_one():
             pass
         self.poll()
@@ -617,7 +617,7 @@ class Rank(Performer):
         if not self.config.keeps:
             return
         if self._uncommitted:
-            self._start_pending()
+            self._submit_due()
             for row in self.rows:
                 if row.ticket is not None:
                     self.wait_computed(row.ticket)
@@ -665,7 +665,7 @@ class Rank(Performer):
         """The unit's newest parameters are in memory as long as the context lasts, if `whole` on all ranks together."""
         self.roll_back(row)
         if whole:
-            self._gathering.drop_ahead()
+            self._gathering.drop_early()
         with self._pinned(row), ExitStack() as end:
             self.do(actions.ParametersNeeded(row))
             if whole:

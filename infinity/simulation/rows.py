@@ -37,8 +37,8 @@ class Due:
 
 
 @dataclass
-class Ahead:
-    """A speculative update, see [Note: updates ahead] in infinity/zero/speculation.py.
+class SpeculativeUpdate:
+    """A speculative update, see [Note: speculative updates] in infinity/zero/speculation.py.
 
     Attributes:
         tiles: those that it updates.
@@ -85,7 +85,7 @@ class Row(UnitState):
     due: Due | None
     begun: frozenset[int] | None
     ticket: Ticket | None
-    ahead: Ahead | None
+    speculative: SpeculativeUpdate | None
     params: Any = None
     shared: Shared | None = None
 

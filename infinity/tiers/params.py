@@ -7,11 +7,11 @@ A unit's home is the memory to which its values return when it leaves the comput
   the DEVICE copy, the model computes with it, and updates change it.
 - The device has its own memory, or several ranks share the units. A unit is updated in its HOST copy, and the result is
   uploaded. The compute stream waits for the upload at the unit's next use (`await_update`). If several ranks share the
-  unit, its home and its HOST copy contain this rank's shard alone, which also has a place in the tensor on the device.
-  An all-gather, outside of this file, fills the places of the other ranks.
-- Several ranks share a unit that is not offloaded. Its home is a SHARD copy on the device, in addition to the tensor.
-  An update changes the SHARD copy, which is then copied to its place in the tensor, both in the order of the compute
-  stream. Host memory has a copy only while the unit is accessed.
+  unit, its home and its HOST copy contain this rank's shard alone. The shard is uploaded to its place in the unsharded
+  tensor, and an all-gather (zero/gathering.py) fills the places of the other shards.
+- Several ranks share a unit that is not offloaded. Its home is a SHARD copy on the device, in addition to the unsharded
+  tensor. An update changes the SHARD copy, which is then copied to its place in that tensor, both in the order of the
+  compute stream. Host memory has a copy only while the unit is accessed.
 
 A unit whose values never change may have its home in the files that it was loaded from. Its FILE copy is read like an
 NVME copy and is never written (see weight_files.py).
@@ -20,8 +20,8 @@ If the home is host memory, the HOST copy is in memory that the unit leases for 
 is in staging memory while a fetch or an update needs it.
 
 With `crash_consistent` (slots.py), each unit that is not in files also has an NVME copy, and every change is written
-through to it. With speculative updates, units whose home is NVME are written through if their old parameters cannot be
-reconstructed from the optimizer states: the other slot then holds the only copy of the old parameters.
+through to it. With speculative updates, a unit whose home is NVME is written through, too, unless its old parameters
+can be reconstructed from the optimizer states: the other slot then keeps the old parameters for a rollback.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from infinity.tiers.weight_files import WeightFiles
 
 
 class Params:
-    """Copies of every unit's parameters. The optimizer's thread calls `UnitParams.write`, one thread all the rest.
+    """Move every unit's parameters. The compute thread makes all calls, except the optimizer's to `UnitParams.write`.
 
     Args:
         homes: home of each unit: DEVICE if it is always resident, else the memory to which it is evicted.
@@ -51,16 +51,16 @@ class Params:
         swap: space for homes on NVMe.
         files: existing files that contain homes.
         device: None if the model computes on the memory that updates change (a CPU, and one rank for each unit).
-        written_through: whether every unit that is not in files has a double-buffered copy on NVMe.
-        double_buffered_numel: 0 if units whose home is NVMe are not double-buffered; else the elements of a tile,
-            because each tile of a unit is written as a whole to one of its two slots.
+        double_buffered_numel: elements of a tile if units whose home is NVMe are double-buffered, because each tile is
+            written as a whole to one of two slots; 0 if they are not.
 
     Attributes:
         is_double_buffered: whether units whose home is NVMe are double-buffered.
-        writes_every_update: whether every update is written to NVMe, for crash consistency.
+        writes_every_update: whether every unit that is not in files has a double-buffered NVME copy, to which every
+            update is written, for crash consistency.
         ledger: counts device memory for units that are fetched and evicted.
-        passing: units that are being fetched to the device through host memory, oldest first. The HOST copy of each is
-            pinned.
+        through_host: units that are being fetched to the device through host memory, oldest first. The HOST copy of
+            each is pinned.
         units: by index.
         critical: see [Note: critical sections] in critical_section.py.
     """
@@ -76,13 +76,13 @@ class Params:
         swap: SwapSpace,
         files: WeightFiles | None = None,
         device: Device | None = None,
-        written_through: bool = False,
+        writes_every_update: bool = False,
         double_buffered_numel: int = 0,
     ) -> None:
-        self.writes_every_update = written_through
+        self.writes_every_update = writes_every_update
         self.is_double_buffered = double_buffered_numel > 0
         self.critical = arena.critical
-        self.passing: dict[UnitParams, None] = {}
+        self.through_host: dict[UnitParams, None] = {}
         self._swap = swap
         self.ledger = budget
         self._counters = counters
@@ -99,7 +99,7 @@ class Params:
             elif (
                 double_buffered_numel
                 and spec.shard_nbytes
-                and (home is Memory.NVME or (written_through and not spec.runs))
+                and (home is Memory.NVME or (writes_every_update and not spec.runs))
             ):
                 extent = swap.reserve_slots(spec.shard_nbytes, spec.bounds(double_buffered_numel))
             elif home is Memory.NVME:
@@ -110,58 +110,58 @@ class Params:
 
     # State #
 
-    def keep_pins(self, units: Collection[UnitParams]) -> None:
+    def reset_pins(self, units: Collection[UnitParams]) -> None:
         """Set one pin on each of these units and no pin on all others."""
-        for each in self.units:
-            each.compute_copy.pins = int(each in units)
+        for unit in self.units:
+            unit.compute_copy.pins = int(unit in units)
 
     # First values #
 
-    def create(self, each: UnitParams) -> bool:
+    def create(self, unit: UnitParams) -> bool:
         """Allocate memory for a unit without values; the caller fills its `shard`. Return False without room."""
-        if each.update_memory is Memory.DEVICE:
-            has_room = not each.spec.offloaded or self.ledger.fits(each.spec.nbytes)
+        if unit.update_memory is Memory.DEVICE:
+            has_room = not unit.spec.offloaded or self.ledger.fits(unit.spec.nbytes)
         else:
-            has_room = self._stage(each)
+            has_room = self._stage(unit)
         if not has_room:
             return False
         with self.critical:
-            if each.update_memory is Memory.DEVICE:
-                self._allocate(each)
-            each.field.begin_write(each.update_memory)
+            if unit.update_memory is Memory.DEVICE:
+                self._allocate(unit)
+            unit.field.begin_write(unit.update_memory)
         if self._device is None:
-            each.tensor.zero_()  # padding must be zero, and the memory may hold another unit's bytes
+            unit.tensor.zero_()  # padding must be zero, and the memory may hold another unit's bytes
         return True
 
-    def create_done(self, each: UnitParams) -> None:
+    def create_done(self, unit: UnitParams) -> None:
         """End `create`: write or upload the new values, and block until this is done."""
-        each.field.end_write(each.update_memory)
-        if each.update_memory is Memory.HOST:
-            if each.home > Memory.HOST:  # on the device
-                each.order_behind(each.start_upload())
-            each.write_home()
-            self._leave_host(each)
+        unit.field.end_write(unit.update_memory)
+        if unit.update_memory is Memory.HOST:
+            if unit.home > Memory.HOST:  # on the device
+                unit.order_behind(unit.start_upload())
+            unit.write_home()
+            self._leave_host(unit)
 
-    def create_failed(self, each: UnitParams) -> None:
+    def create_failed(self, unit: UnitParams) -> None:
         """End `create` after an error: free the memory again."""
-        if each.field.state(each.update_memory) is State.WRITING:
-            each.field.fail_write(each.update_memory)
-            if each.update_memory is Memory.HOST:
-                self._leave_host(each)
-            elif each.spec.offloaded:
-                self._free(each)
+        if unit.field.state(unit.update_memory) is State.WRITING:
+            unit.field.fail_write(unit.update_memory)
+            if unit.update_memory is Memory.HOST:
+                self._leave_host(unit)
+            elif unit.spec.offloaded:
+                self._free(unit)
 
-    def discard(self, each: UnitParams) -> None:
+    def discard(self, unit: UnitParams) -> None:
         """Drop the unit's values without writing them."""
-        self.await_update(each)
-        resident = each.field.state(Memory.DEVICE) is State.VALID
-        each.field.consume()
-        if resident and each.spec.offloaded:
-            self._free(each)
+        self.await_update(unit)
+        resident = unit.field.state(Memory.DEVICE) is State.VALID
+        unit.field.consume()
+        if resident and unit.spec.offloaded:
+            self._free(unit)
 
     # Fetch and evict #
 
-    def fetch_start(self, each: UnitParams, priority: Priority, *, for_update: bool = False) -> None:
+    def fetch_start(self, unit: UnitParams, priority: Priority, *, for_update: bool = False) -> None:
         """Start a fetch for which the ledger has room: STORED -> FETCHING.
 
         The unit stays STORED if it must pass through host memory and updates use all staging memory.
@@ -169,219 +169,219 @@ class Params:
         Args:
             for_update: an update needs the values in host memory, so the fetch must go through it.
         """
-        direct = None if self._device is None or for_update or len(each.spec.pieces) > 1 else self._device.direct
-        reads_to_device = each.home < Memory.HOST and each.update_memory is Memory.DEVICE  # from NVMe or a file
-        reads_past_host = each.home is Memory.NVME and direct is not None
-        if not (reads_to_device or reads_past_host or each.keeps_shard or self._stage(each)):
+        direct = None if self._device is None or for_update or len(unit.spec.pieces) > 1 else self._device.direct
+        reads_to_device = unit.home < Memory.HOST and unit.update_memory is Memory.DEVICE  # from NVMe or a file
+        reads_past_host = unit.home is Memory.NVME and direct is not None  # from NVMe straight to the device
+        if not (reads_to_device or reads_past_host or unit.keeps_shard or self._stage(unit)):
             return
         with self.critical:
-            self._allocate(each)
+            self._allocate(unit)
             if reads_to_device:
-                each.read(Memory.DEVICE, priority)
+                unit.read(Memory.DEVICE, priority)
             elif reads_past_host:
                 assert direct is not None
-                each.read_past_host(direct)
-            elif each.keeps_shard:
-                self._fetch_from_shard(each)
+                unit.read_past_host(direct)
+            elif unit.keeps_shard:
+                self._fetch_from_shard(unit)
             else:
-                if each.field.state(Memory.HOST) is State.ABSENT:
-                    each.read(Memory.HOST, priority)
-                self.passing[each] = None
-                each.field.copies[Memory.HOST].pin()
-                each.field.expect(Memory.DEVICE)
+                if unit.field.state(Memory.HOST) is State.ABSENT:
+                    unit.read(Memory.HOST, priority)
+                self.through_host[unit] = None
+                unit.field.copies[Memory.HOST].pin()
+                unit.field.expect(Memory.DEVICE)
 
-    def _fetch_from_shard(self, each: UnitParams) -> None:
+    def _fetch_from_shard(self, unit: UnitParams) -> None:
         """Copy the SHARD to the unit's allocated memory. After an interrupt, free the memory if it is not used yet."""
         try:
-            each.copy_shard_to_tensor()
+            unit.copy_shard_to_tensor()
         except BaseException:
-            if each.compute_copy.state is State.ABSENT:  # a queued copy may use it, but reuse is ordered behind that
-                self._free(each)
+            if unit.compute_copy.state is State.ABSENT:  # a queued copy may use it, but reuse is ordered behind that
+                self._free(unit)
                 self.critical.note_rollback()
             raise
 
-    def advance(self, each: UnitParams) -> None:
-        """Start the upload of a passing unit if its read has ended; no update may be using the unit."""
-        if each.field.arriving(Memory.DEVICE) is None:
-            read = each.field.arriving(Memory.HOST)
+    def advance(self, unit: UnitParams) -> None:
+        """Start the upload of a unit in `through_host` if its read has ended. No update may be using the unit."""
+        if unit.field.arriving(Memory.DEVICE) is None:
+            read = unit.field.arriving(Memory.HOST)
             if read is None or read.transfer.done():
                 if read is not None:
-                    each.field.finish_move(read)
-                each.start_upload()
+                    unit.field.finish_move(read)
+                unit.start_upload()
 
-    def fetch_wait(self, each: UnitParams) -> None:
+    def fetch_wait(self, unit: UnitParams) -> None:
         """Block until the fetch ends: FETCHING -> RESIDENT.
 
         Raises:
             StorageError: reading failed; the unit is STORED again.
         """
-        if each in self.passing:
-            self._finish(each, Memory.HOST)
-            self.advance(each)
-            upload = each.field.arriving(Memory.DEVICE)
+        if unit in self.through_host:
+            self._finish(unit, Memory.HOST)
+            self.advance(unit)
+            upload = unit.field.arriving(Memory.DEVICE)
             assert upload is not None
-            each.order_behind(upload)
-            self._end_fetch(each)
-        elif each.keeps_shard:
-            each.await_shard_copy()
+            unit.order_behind(upload)
+            self._end_fetch(unit)
+        elif unit.keeps_shard:
+            unit.await_shard_copy()
         else:
-            self._finish(each, Memory.DEVICE)
-        if each.compute_copy.state is not State.VALID:
-            raise RuntimeError(f"unit {each.spec.name} is not resident, and no fetch of it was started")
+            self._finish(unit, Memory.DEVICE)
+        if unit.compute_copy.state is not State.VALID:
+            raise RuntimeError(f"unit {unit.spec.name} is not resident, and no fetch of it was started")
 
-    def _finish(self, each: UnitParams, memory: Memory) -> None:
+    def _finish(self, unit: UnitParams, memory: Memory) -> None:
         """Wait for the move that fills a copy. If it fails, end the fetch that it belongs to."""
-        move = each.field.arriving(memory)
+        move = unit.field.arriving(memory)
         if move is None:
             return
         try:
-            each.wait(move)
+            unit.wait(move)
         except BaseException:
-            if each.field.arriving(memory) is None:  # the move failed; an interrupted wait leaves it arriving
-                if each in self.passing:
-                    each.field.give_up(Memory.DEVICE)
-                    self._end_fetch(each)
-                self._free(each)
+            if unit.field.arriving(memory) is None:  # the move failed; an interrupted wait leaves it arriving
+                if unit in self.through_host:
+                    unit.field.give_up(Memory.DEVICE)
+                    self._end_fetch(unit)
+                self._free(unit)
             raise
 
-    def _end_fetch(self, each: UnitParams) -> None:
-        del self.passing[each]
-        each.field.copies[Memory.HOST].unpin()
-        self._leave_host(each)
+    def _end_fetch(self, unit: UnitParams) -> None:
+        del self.through_host[unit]
+        unit.field.copies[Memory.HOST].unpin()
+        self._leave_host(unit)
 
-    def await_update(self, each: UnitParams) -> None:
+    def await_update(self, unit: UnitParams) -> None:
         """Order all later work of the compute stream behind the upload of the unit's last update."""
-        upload, each.update_upload = each.update_upload, None
-        if upload is not None and each.field.arriving(Memory.DEVICE) is upload:  # else it has ended
-            each.order_behind(upload)
+        upload, unit.update_upload = unit.update_upload, None
+        if upload is not None and unit.field.arriving(Memory.DEVICE) is upload:  # else it has ended
+            unit.order_behind(upload)
 
-    def evict(self, each: UnitParams) -> None:
-        """Free the device memory of an unpinned unit: RESIDENT -> STORED. Its newest value is in another memory."""
-        self.await_update(each)
-        assert each.spec.offloaded
+    def evict(self, unit: UnitParams) -> None:
+        """Free the device memory of an unpinned unit: RESIDENT -> STORED. Another memory must have its newest value."""
+        self.await_update(unit)
+        assert unit.spec.offloaded
         with self.critical:
-            if not each.field.drop(Memory.DEVICE):  # a copy from it goes on, because its wait was interrupted
-                for move in list(each.compute_copy.moves):
+            if not unit.field.drop(Memory.DEVICE):  # a move still reads it, because an interrupt ended the wait for it
+                for move in list(unit.compute_copy.moves):
                     move.wait(self._counters)
-                each.field.gone(Memory.DEVICE)
-            self._free(each)
+                unit.field.gone(Memory.DEVICE)
+            self._free(unit)
 
     # Changes #
 
-    def open_host(self, each: UnitParams) -> bool:
+    def open_host(self, unit: UnitParams) -> bool:
         """Start copying the values to `shard`, for an update or another access. Return False without room.
 
         The unit must be FETCHING or RESIDENT. It is pinned until `close_host`.
         """
-        if each.update_memory is Memory.HOST:
-            if not self._stage(each):
+        if unit.update_memory is Memory.HOST:
+            if not self._stage(unit):
                 return False
-            if each.field.state(Memory.HOST) is State.ABSENT:
-                self._finish(each, each.device_copy)  # a read directly from NVMe to the device may be in flight
-                each.download()
-            each.field.copies[Memory.HOST].pin()
-        each.compute_copy.pin()
+            if unit.field.state(Memory.HOST) is State.ABSENT:
+                self._finish(unit, unit.device_copy)  # a read directly from NVMe to the device may be in flight
+                unit.download()
+            unit.field.copies[Memory.HOST].pin()
+        unit.compute_copy.pin()
         return True
 
-    def host_wait(self, each: UnitParams) -> None:
+    def host_wait(self, unit: UnitParams) -> None:
         """Block until `shard` has the values."""
-        self._finish(each, each.update_memory)
+        self._finish(unit, unit.update_memory)
 
     def end_pass(self) -> None:
         """End the backward pass: later downloads wait for all queued work, see [Note: downloads] in unit_params.py.
 
         Until here, only updates have changed units, after their gradients were computed.
         """
-        for each in self.units:
-            each.download_after = None
+        for unit in self.units:
+            unit.download_after = None
 
-    def begin_change(self, each: UnitParams) -> tuple[Move, ...]:
+    def begin_change(self, unit: UnitParams) -> tuple[Move, ...]:
         """Begin a change of `shard`. Return the moves to wait for first. Pairs with `end_change`.
 
         Raises:
             InfinityError: the values are in existing files, which are never written.
         """
-        if each.home is Memory.FILE:
+        if unit.home is Memory.FILE:
             raise InfinityError(
-                f"unit `{each.spec.name}` is read in place from {each.spec.runs[0].file.path.parent}, which is never "
+                f"unit `{unit.spec.name}` is read in place from {unit.spec.runs[0].file.path.parent}, which is never "
                 "written: to change frozen parameters, read them with in_place=False"
             )
-        each.uploaded = 0
-        return each.field.begin_write(each.update_memory)
+        unit.uploaded = 0
+        return unit.field.begin_write(unit.update_memory)
 
-    def begin_update(self, each: UnitParams) -> tuple[Move, ...]:
+    def begin_update(self, unit: UnitParams) -> tuple[Move, ...]:
         """Like `begin_change`, for an update. The model has hidden the old values, see [Note: uploads]."""
         if self._device is not None:
-            each.upload_after = self._device.link.mark()
-        return self.begin_change(each)
+            unit.upload_after = self._device.link.mark()
+        return self.begin_change(unit)
 
-    def end_change(self, each: UnitParams, *, changed: bool = True) -> None:
+    def end_change(self, unit: UnitParams, *, changed: bool = True) -> None:
         """End the change, if one was begun, and upload the values if the unit has a copy on the device.
 
         Args:
             changed: if False, nothing was written, and nothing needs to be uploaded.
         """
-        if each.field.copies[each.update_memory].state is not State.WRITING:
+        if unit.field.copies[unit.update_memory].state is not State.WRITING:
             return
         with self.critical:
-            each.field.end_write(each.update_memory, changed=changed)
+            unit.field.end_write(unit.update_memory, changed=changed)
             if not changed:
                 return
-            if each.keeps_shard:
-                self._upload_to_shard(each)
-            elif each.update_memory is Memory.HOST and each.field.state(Memory.DEVICE) is not State.ABSENT:
-                self._upload_newest(each)
+            if unit.keeps_shard:
+                self._upload_to_shard(unit)
+            elif unit.update_memory is Memory.HOST and unit.field.state(Memory.DEVICE) is not State.ABSENT:
+                self._upload_newest(unit)
 
-    def _upload_newest(self, each: UnitParams) -> None:
+    def _upload_newest(self, unit: UnitParams) -> None:
         """Upload the newest values from host memory; the device has older ones, or they are arriving."""
-        older = each.field.arriving(Memory.DEVICE)
-        if older is None and each in self.passing:
+        older = unit.field.arriving(Memory.DEVICE)
+        if older is None and unit in self.through_host:
             return  # the fetch continues with the new values
         if older is not None:
-            self._finish(each, Memory.DEVICE)
-        each.update_upload = each.start_upload()
-        if each in self.passing:
-            self._end_fetch(each)
+            self._finish(unit, Memory.DEVICE)
+        unit.update_upload = unit.start_upload()
+        if unit in self.through_host:
+            self._end_fetch(unit)
 
-    def _upload_to_shard(self, each: UnitParams) -> None:
+    def _upload_to_shard(self, unit: UnitParams) -> None:
         """Upload the newest values from host memory to the unit's SHARD."""
-        for move in list(each.field.copies[Memory.SHARD].moves):
-            each.wait(move)
-        each.order_behind(each.start_upload())
-        self._update_tensor(each)
+        for move in list(unit.field.copies[Memory.SHARD].moves):
+            unit.wait(move)
+        unit.order_behind(unit.start_upload())
+        self._update_tensor(unit)
 
-    def _update_tensor(self, each: UnitParams) -> None:
+    def _update_tensor(self, unit: UnitParams) -> None:
         """Copy a changed SHARD to its place in the unit's tensor, if the unit is on the device."""
-        if each.field.state(Memory.DEVICE) is not State.ABSENT:
-            each.await_shard_copy()  # that of the fetch, if it has not ended
-            each.copy_shard_to_tensor()
-            each.await_shard_copy()
+        if unit.field.state(Memory.DEVICE) is not State.ABSENT:
+            unit.await_shard_copy()  # that of the fetch, if it has not ended
+            unit.copy_shard_to_tensor()
+            unit.await_shard_copy()
 
-    def begin_device_change(self, each: UnitParams) -> torch.Tensor:
+    def begin_device_change(self, unit: UnitParams) -> torch.Tensor:
         """Begin a change in compute-stream order. Return the trainable part of this rank's shard on the device.
 
         Pairs with `end_device_change`.
         """
         assert self._device is not None
-        self.await_update(each)
-        each.download_after = None
-        for move in each.field.begin_write(each.device_copy):
+        self.await_update(unit)
+        unit.download_after = None
+        for move in unit.field.begin_write(unit.device_copy):
             self._device.link.compute_waits(move.transfer)
-        return each.trained_on_device()
+        return unit.trained_on_device()
 
-    def end_device_change(self, each: UnitParams) -> None:
+    def end_device_change(self, unit: UnitParams) -> None:
         """End the change; its work is queued, so that all later work of the compute stream runs behind it."""
-        each.field.end_write(each.device_copy, in_order=True)
-        if each.keeps_shard:
-            self._update_tensor(each)
+        unit.field.end_write(unit.device_copy, in_order=True)
+        if unit.keeps_shard:
+            self._update_tensor(unit)
 
-    def close_host(self, each: UnitParams, *, changed: bool = True) -> None:
+    def close_host(self, unit: UnitParams, *, changed: bool = True) -> None:
         """End `open_host`: the values may leave host memory. See `end_change`."""
-        self.end_change(each, changed=changed)
-        if each.update_memory is Memory.HOST:
-            each.field.copies[Memory.HOST].unpin()
-            self._leave_host(each)
-        each.compute_copy.unpin()
+        self.end_change(unit, changed=changed)
+        if unit.update_memory is Memory.HOST:
+            unit.field.copies[Memory.HOST].unpin()
+            self._leave_host(unit)
+        unit.compute_copy.unpin()
 
     # Rollback #
 
@@ -393,7 +393,7 @@ class Params:
         if not self.writes_every_update:
             self._swap.slots.next_epoch()
 
-    def roll_back(self, each: UnitParams) -> None:
+    def roll_back(self, unit: UnitParams) -> None:
         """Roll back the unit's last change, before which `UnitParams.can_roll_back` was True.
 
         No move may be in flight. The copy on the device is old from now on, and may be evicted.
@@ -401,100 +401,100 @@ class Params:
         Raises:
             StorageError: the old values cannot be read.
         """
-        self.await_update(each)
-        each.roll_back()
-        if each in self._leaving:
+        self.await_update(unit)
+        unit.roll_back()
+        if unit in self._leaving:
             self._reap()  # otherwise `_stage` would reuse the copy, with the values that are rolled back
-        if each.home is Memory.HOST:
-            each.wait(each.read(Memory.HOST, Priority.DEMAND))
+        if unit.home is Memory.HOST:
+            unit.wait(unit.read(Memory.HOST, Priority.DEMAND))
 
     def close(self) -> None:
         """Wait for copies over the link, and free all memory. No other transfer may be in flight."""
         if self._device is not None and self._device.direct is not None:
             self._device.direct.close()
-        for each in self.units:
-            each.update_upload = None
-            each.close()
+        for unit in self.units:
+            unit.update_upload = None
+            unit.close()
         self._spare.clear()
 
     # Device memory #
 
-    def _allocate(self, each: UnitParams) -> None:
+    def _allocate(self, unit: UnitParams) -> None:
         """Allocate memory for the unit's tensor, see [Note: stable storage] in unit_params.py.
 
         Called in the critical section that begins the unit's copy. If there is no memory, nothing has begun.
         """
-        if each.spec.offloaded:
-            self.ledger.take(each.spec.nbytes, each.spec.name)
+        if unit.spec.offloaded:
+            self.ledger.take(unit.spec.nbytes, unit.spec.name)
         try:
             with self._allocating:
-                each.buffer.allocate()
+                unit.buffer.allocate()
         except BaseException:
-            if each.spec.offloaded:
-                self.ledger.give(each.spec.nbytes)
+            if unit.spec.offloaded:
+                self.ledger.give(unit.spec.nbytes)
             self.critical.note_rollback()
             raise
         if self._device is not None:
-            each.upload_after = self._device.link.mark()
+            unit.upload_after = self._device.link.mark()
 
-    def _free(self, each: UnitParams) -> None:
+    def _free(self, unit: UnitParams) -> None:
         with self._allocating:
-            each.buffer.free()
-        self.ledger.give(each.spec.nbytes)
+            unit.buffer.free()
+        self.ledger.give(unit.spec.nbytes)
 
     # Host memory #
 
-    def _stage(self, each: UnitParams) -> bool:
+    def _stage(self, unit: UnitParams) -> bool:
         """Lease memory for a HOST copy, and wait for old copies to leave if needed.
 
         Return False if updates use all of the memory.
         """
-        if each.lease is None:
+        if unit.lease is None:
             assert self._device is not None
             staging = self._device.staging
             self._reap()
-            each.lease = staging.try_lease(each.spec.shard_nbytes)
-            while each.lease is None and self._leaving:
+            unit.lease = staging.try_lease(unit.spec.shard_nbytes)
+            while unit.lease is None and self._leaving:
                 self._finish_leaving(self._leaving[0])
-                each.lease = staging.try_lease(each.spec.shard_nbytes)
-        elif each.field.state(Memory.HOST) is State.LEAVING and each.home > Memory.HOST:
-            self._finish_leaving(each)  # not kept: an update on the device may have changed its home since
-            return self._stage(each)
-        elif each.field.state(Memory.HOST) is State.LEAVING:
-            each.field.keep(Memory.HOST)  # its values are still in memory
-            self._leaving.remove(each)
-        return each.lease is not None
+                unit.lease = staging.try_lease(unit.spec.shard_nbytes)
+        elif unit.field.state(Memory.HOST) is State.LEAVING and unit.home > Memory.HOST:
+            self._finish_leaving(unit)  # not kept: an update on the device may have changed its home since
+            return self._stage(unit)
+        elif unit.field.state(Memory.HOST) is State.LEAVING:
+            unit.field.keep(Memory.HOST)  # its values are still in memory
+            self._leaving.remove(unit)
+        return unit.lease is not None
 
-    def _finish_leaving(self, each: UnitParams) -> None:
+    def _finish_leaving(self, unit: UnitParams) -> None:
         """Block until no move touches a LEAVING HOST copy."""
-        self._finish(each, each.device_copy)
-        for move in list(each.field.copies[Memory.HOST].moves):
-            each.wait(move)
+        self._finish(unit, unit.device_copy)
+        for move in list(unit.field.copies[Memory.HOST].moves):
+            unit.wait(move)
         self._reap()
 
-    def _leave_host(self, each: UnitParams) -> None:
+    def _leave_host(self, unit: UnitParams) -> None:
         """Release staging memory that is no longer needed, as soon as no move touches it."""
-        copy = each.field.copies[Memory.HOST]
-        if each.home is Memory.HOST or copy.pins:
+        copy = unit.field.copies[Memory.HOST]
+        if unit.home is Memory.HOST or copy.pins:
             return
         if copy.state is State.ARRIVING:  # the caller that requested it has failed
-            self._finish(each, Memory.HOST)
+            self._finish(unit, Memory.HOST)
         if copy.state is State.VALID:
-            each.field.drop(Memory.HOST)
+            unit.field.drop(Memory.HOST)
         if copy.state is State.ABSENT:
-            self._release(each)
-        elif each not in self._leaving:
-            self._leaving.append(each)
+            self._release(unit)
+        elif unit not in self._leaving:
+            self._leaving.append(unit)
 
     def _reap(self) -> None:
-        for each in self._leaving:
-            if each.update_upload is not None and each.update_upload.transfer.done():
-                self._finish(each, Memory.DEVICE)
-        for each in [each for each in self._leaving if each.field.gone(Memory.HOST)]:
-            self._leaving.remove(each)
-            self._release(each)
+        for unit in self._leaving:
+            if unit.update_upload is not None and unit.update_upload.transfer.done():
+                self._finish(unit, Memory.DEVICE)
+        for unit in [unit for unit in self._leaving if unit.field.gone(Memory.HOST)]:
+            self._leaving.remove(unit)
+            self._release(unit)
 
-    def _release(self, each: UnitParams) -> None:
-        lease, each.lease = each.lease, None
+    def _release(self, unit: UnitParams) -> None:
+        lease, unit.lease = unit.lease, None
         if lease is not None:
             lease.release()

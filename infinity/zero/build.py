@@ -379,7 +379,7 @@ def _make_stores(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitSta
         swap=memory.swap,
         files=files,
         device=apart,
-        written_through=plan.config.tiering.crash_consistent,
+        writes_every_update=plan.config.tiering.crash_consistent,
         double_buffered_numel=sizing.tile_numel if sizing.is_double_buffered else 0,
     )
     undo.callback(params.close)
@@ -497,8 +497,8 @@ def _tell_of_waiting(plan: _Plan, stores: _Stores) -> None:
         and not plan.sizing.rules.grads.reconstructs
     ):
         _log.warning(
-            'tiering.update_schedule is "speculative", but no parameters live on a drive, where updates that run '
-            "ahead leave what was before, and no host memory is left for it: all updates wait for the norm. Raise "
+            'tiering.update_schedule is "speculative", but no parameters live on a drive, which would keep '
+            "the old values, and no host memory is left for the undo log: all updates wait for the norm. Raise "
             "tiering.host_memory, or set zero_optimization.offload_param.device to nvme"
         )
 
@@ -508,7 +508,7 @@ def _room_for_images(plan: _Plan, undo: ExitStack) -> UndoLog | None:
     if not plan.split.images_bytes:
         return None
     images = undo.enter_context(closing(UndoLog(plan.split.images_bytes)))
-    plan.host.count("what updates ahead replace", images.arena)
+    plan.host.count("undo log", images.arena)
     return images
 
 

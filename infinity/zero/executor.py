@@ -3,19 +3,20 @@
 No other file calls `Params.fetch_start` or `Params.evict`.
 
 [Note: what the compute thread waits for]
-`enter` returns when the units are resident, up to date and unsharded. All other operations are only started. `poll`
-checks on every event whether they have ended: finished updates release their gradients and pins, and the scheduler is
-told that memory may be free. The thread blocks for memory only if there is none for the unit that it needs now.
+`enter` returns when the units are resident, up to date and unsharded. All other operations are only started. Each
+`enter` and `leave` calls `poll`, which checks whether they have ended: a finished update releases its gradients and its
+pin, and the scheduler is told that memory may be free. The thread blocks for memory only if a unit that it needs now
+has none.
 
 [Note: what a parameter shows]
 A model parameter is a view of its unit's memory while the unit is resident, up to date and unsharded. At all other
-times it is NaN, expanded to the parameter's shape. A unit is hidden from the start of its update until the new values
-are in memory, so that no code reads stale values. For autograd an update is an in-place change: a backward pass through
-a graph of the old values raises torch's own error instead of computing with the new ones.
+times it is *hidden*: NaN, expanded to the parameter's shape. A unit is hidden from the start of its update until the
+new values are in memory, so that no code reads old values. For autograd an update is an in-place change: a backward
+pass through a graph of the old values raises torch's own error instead of computing with the new ones.
 
 [Note: values at rest]
-A unit that can be evicted is also NaN between two steps, even while it is in memory. Otherwise the training loop could
-write to it, and a later eviction would discard the write without an error.
+A unit that can be evicted is also hidden between two steps, even while it is in memory. Otherwise the training loop
+could write to it, and a later eviction would discard the write without an error.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from infinity.zero.gathering import Gathering
 from infinity.zero.in_flight import InFlight
 from infinity.zero.ranks import Ranks
 from infinity.zero.speculation import Speculation
-from infinity.zero.unit import Foreseen, Unit
+from infinity.zero.unit import ExpectedUpdate, Unit
 from infinity.zero.views import ModelViews
 
 
@@ -48,20 +49,21 @@ class Executor:
     """Perform the scheduler's actions: move units and submit their updates.
 
     Args:
-        units: the rows of all units, in their order.
+        units: by index; the scheduler calls them rows.
         views: state shared by the views of all units.
         params: parameters of all units.
         grads: gradients of units that are updated in host memory.
         in_flight: runs the updates.
         pipeline: the optimizer's queue.
-        cycle: the recorded uses and the plan.
+        cycle: the uses of units in the running cycle (one forward and backward pass), and the plan that it follows.
         advice: takes a number of bytes, and returns a sentence that names the setting to raise by it.
         ranks: the ranks among which units are sharded.
 
     Attributes:
         gathering: unshards units that several ranks share.
         speculation: the speculative updates.
-        step_is_over: if False, updated units stay hidden, because in torch new values appear only with `step()`.
+        step_is_over: whether `step()` has ended. Until then updated units stay hidden, because torch, too, changes
+            parameters only in `step()`.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Executor:
         """
         if self.speculation.units:
             self.roll_back(*rows)
-        if self.gathering.ahead:
+        if self.gathering.early:
             self.gathering.drop_unexpected(rows)
         for row in rows:
             row.params.compute_copy.pin()  # pin all first: the fetch of one must not evict another
@@ -115,7 +117,7 @@ class Executor:
         try:
             for row in rows:
                 self.poll()
-                self._do(actions.UseBegins(row))
+                self._report(actions.UseBegins(row))
                 entered.append(row)
                 if self.gathering.has_shared_units:
                     self._gather_for_use(row)
@@ -128,8 +130,8 @@ class Executor:
             self._end_uses(entered)
             raise
 
-    def _do(self, event: Event) -> bool:
-        """Perform the scheduler's actions for an event. Return whether there were any."""
+    def _report(self, event: Event) -> bool:
+        """Report an event to the scheduler and perform the actions that follow. Return whether there were any."""
         action = None
         for action in self._scheduler.on(event):
             if isinstance(action, actions.AwaitAnyUpdate):
@@ -141,7 +143,7 @@ class Executor:
     def gather_preceding(self, row: Unit | None = None) -> None:
         """Gather the units that all ranks gather before this one; with None, before another collective."""
         for other in self.gathering.preceding(row):
-            self._do(actions.ParametersNeeded(other))
+            self._report(actions.ParametersNeeded(other))
             self.gathering.gather(other)
 
     def _gather_for_use(self, row: Unit) -> None:
@@ -156,7 +158,7 @@ class Executor:
             self.roll_back(row)
             row.params.compute_copy.pin()
             try:
-                self._do(actions.ParametersNeeded(row))
+                self._report(actions.ParametersNeeded(row))
                 self.gathering.gather_early(row)
             except BaseException:
                 row.params.compute_copy.unpin()
@@ -201,7 +203,7 @@ class Executor:
         finally:
             self._params.close_host(row.params)
 
-    def _submit_ahead(self, row: Unit, action: actions.SubmitAhead) -> None:
+    def _submit_speculative(self, row: Unit, action: actions.SubmitSpeculative) -> None:
         if self.speculation.can_speculate(row, action.write, action.needed):
             row.views.hide_trained()
             self.speculation.speculate(row, action.write, action.needed)
@@ -215,8 +217,8 @@ class Executor:
 
     def begin_cycle(self) -> None:
         """Begin a forward pass: follow the plan from its start, and record the uses."""
-        self._do(actions.PassBegins())
-        self.views.lent_in_pass.clear()
+        self._report(actions.PassBegins())
+        self.views.lent_in_pass.clear()  # parameters whose copies a user could read, see param_access.py
         self.gathering.begin_cycle()
         self.poll()
 
@@ -227,9 +229,9 @@ class Executor:
             learn: whether it was a training step. The next cycles are expected to repeat it.
         """
         self.gathering.end_cycle()
-        # an exception may have skipped a `leave`
-        self._params.keep_pins({row.params for row in self.in_flight.submitted})
-        self._do(actions.PassEnds(learn))
+        # Remove all pins, except those of updates: an exception may have skipped a `leave`.
+        self._params.reset_pins({row.params for row in self.in_flight.submitted})
+        self._report(actions.PassEnds(learn))
         self.hide_evictable()
 
     def hide_evictable(self) -> None:
@@ -258,9 +260,9 @@ class Executor:
         self.gathering.changed(row)
         row.views.mark_stale(indices)
         if row.can_update():
-            self._do(actions.UpdateDue(row))
+            self._report(actions.UpdateDue(row))
 
-    # Speculative updates, see [Note: updates ahead] in speculation.py #
+    # Speculative updates, see [Note: speculative updates] in speculation.py #
 
     def begin_speculation(self) -> None:
         """From now on, write parameters to the other slot on NVMe, so that the current version of each unit stays."""
@@ -274,12 +276,12 @@ class Executor:
             may_drop_grads: whether the memory of the gradients may be freed, if they can be reconstructed. Their norm
                 must be known: after that, only a rollback or a user needs them.
         """
-        before, row.foreseen = row.ahead, Foreseen(segments, may_drop_grads)
+        before, row.expected = row.speculative, ExpectedUpdate(segments, may_drop_grads)
         try:
-            self._do(actions.UpdateForeseen(row))
+            self._report(actions.UpdateExpected(row))
         finally:
-            row.foreseen = None
-        return row.ahead is not before
+            row.expected = None
+        return row.speculative is not before
 
     def commit(self, row: Unit, indices: Collection[int]) -> None:
         """Commit the speculative update, which changed these parameters. The update of its other tiles is due now."""
@@ -288,7 +290,7 @@ class Executor:
         if row.ticket is None:  # finished already, but its new values were not to be shown before the commit
             self.in_flight.finished.append(row)
         if row.residency is not Residency.STORED:
-            self._do(actions.UpdateDue(row))
+            self._report(actions.UpdateDue(row))
 
     def roll_back(self, *rows: Unit, grads: bool = True) -> None:
         """Roll back the speculative updates of these units.
@@ -300,43 +302,43 @@ class Executor:
             InfinityError: a module uses one of the units.
             StorageError: the old values cannot be read.
         """
-        ahead = [row for row in rows if row.ahead is not None]
-        if not ahead or self._params.critical.interrupted:  # a poisoned engine must not touch its states
+        updated = [row for row in rows if row.speculative is not None]
+        if not updated or self._params.critical.interrupted:  # a poisoned engine must not touch its states
             return
-        for row in ahead:
+        for row in updated:
             if row.residency is Residency.FETCHING:  # prefetched by the plan
-                self._do(actions.OldParametersNeeded(row))
-        to_fetch = [row for row in ahead if row.residency is Residency.STORED and self.speculation.needs_memory(row)]
-        at_hand = [row for row in ahead if row not in to_fetch]
+                self._report(actions.OldParametersNeeded(row))
+        to_fetch = [row for row in updated if row.residency is Residency.STORED and self.speculation.needs_memory(row)]
+        others = [row for row in updated if row not in to_fetch]
         with self._params.critical:  # until no copy in memory has values that were rolled back
-            stale = self.speculation.roll_back(at_hand, self.free_gradients, grads=grads)
+            restored_on_nvme = self.speculation.roll_back(others, self.free_gradients, grads=grads)
             self._spill_early()
             for row in to_fetch:  # one by one: there may not be room for all of them
-                self._do(actions.OldParametersNeeded(row))
+                self._report(actions.OldParametersNeeded(row))
                 self.speculation.roll_back([row], self.free_gradients, grads=grads)
             self._spill_early()
-            for row in ahead:
+            for row in updated:
                 self.gathering.changed(row)
-                if row in stale:
-                    self._do(actions.ParametersStale(row))
+                if row in restored_on_nvme:
+                    self._report(actions.ParametersStale(row))
                 else:
                     self._show_at_rest(row)  # now: a backward pass through an older graph may read it without `enter`
 
     def roll_back_all(self, *, grads: bool = True) -> bool:
         """Roll back all speculative updates. Return whether there were any."""
-        rows = self.speculation.ahead
+        rows = self.speculation.undecided
         self.roll_back(*rows, grads=grads)
         return bool(rows)
 
     def prepare_for_gradients(self, row: Unit) -> None:
-        """Block until no update needs the unit's present gradients, and they can be added to.
+        """Block until gradients can be added to the unit's present ones, because no update uses these.
 
         A speculative update will be rolled back, so its gradients are restored. If another update has ended, also
         retry actions that wait for memory.
         """
-        if row.due is not None:  # the last step's: this pass has not used the unit, but ranks sum its zeros, too
-            self._do(actions.ParametersNeeded(row))
-        if row.ahead is not None:
+        if row.due is not None:  # the last step's update: this pass has not used the unit, but ranks sum zeros for it
+            self._report(actions.ParametersNeeded(row))
+        if row.speculative is not None:
             self.speculation.mark_for_rollback(row, self.free_gradients)
             self._spill_early()
         if self._scheduler.waits_for_memory and self.in_flight.some_ended:
@@ -347,19 +349,19 @@ class Executor:
 
         Return False if none can be freed.
         """
-        freed = self._do(actions.GradientsNeedRoom(row))
+        freed = self._report(actions.GradientsNeedRoom(row))
         self._show_finished()
         return freed
 
     def gradients_pause(self) -> None:
         """Tell the scheduler that the gradients of a unit that spills do not change for a while: it may spill early."""
-        self._do(actions.GradientsPause())
+        self._report(actions.GradientsPause())
 
     def _spill_early(self) -> None:
         """Let the scheduler spill early, if the gradients of a speculative update may spill again."""
         if self.in_flight.gradients_may_spill:
             self.in_flight.gradients_may_spill = False
-            self._do(actions.GradientsPause())
+            self._report(actions.GradientsPause())
 
     def poll(self) -> None:
         """Poll completions: record finished updates, and use the memory that they have released."""
@@ -370,10 +372,10 @@ class Executor:
         if in_flight.gradients_may_spill:
             self._spill_early()
         if self._scheduler.waits_for_memory:
-            self._do(actions.MemoryFreed())
+            self._report(actions.MemoryFreed())
         if in_flight.finished:
             self._show_finished()
-        for params in self._params.passing:  # through host memory, on the way to the device
+        for params in self._params.through_host:
             row = self.units[params.index]
             if row.ticket is None and row.due is None:
                 self._params.advance(params)
@@ -399,18 +401,18 @@ class Executor:
         if row.residency is Residency.RESIDENT and self.gathering.is_whole(row):
             row.views.show()
 
-    def _start_pending(self) -> None:
-        """Submit every due update, and fetch its unit for that."""
+    def _submit_due(self) -> None:
+        """Fetch the unit of every due update, and submit the update."""
         for row in self.in_flight.due:
             row.params.compute_copy.pin()
             try:
-                self._do(actions.ParametersNeeded(row))
+                self._report(actions.ParametersNeeded(row))
             finally:
                 row.params.compute_copy.unpin()
 
     def compute_all(self) -> None:
-        """Block until every pending update is computed. Writes of new values to their home may still be running."""
-        self._start_pending()
+        """Block until every due or submitted update is computed. Writes of new values home may still be running."""
+        self._submit_due()
         for row in self.in_flight.submitted:
             self.in_flight.wait_computed(row)
 
@@ -422,9 +424,9 @@ class Executor:
                     row.params.write_home()
 
     def drain(self) -> None:
-        """Finish every update and wait for it. Speculative ones are rolled back."""
+        """Block until every update is computed and written. Speculative updates are rolled back."""
         self.roll_back_all()
-        self._start_pending()
+        self._submit_due()
         while self.in_flight.finish_one():
             pass
         self.poll()
@@ -456,7 +458,7 @@ class Executor:
                 self.gathering.gather(row)
                 row.views.show()
 
-    # Values outside of a step #
+    # Access from outside of a step #
 
     @contextmanager
     def gathered(self, row: Unit) -> Iterator[torch.Tensor]:
@@ -465,10 +467,10 @@ class Executor:
         All ranks call this together.
         """
         self.roll_back(row)
-        self.gathering.drop_ahead()  # the early gathers of a running pass may leave no room
+        self.gathering.drop_early()  # the early gathers of a running pass may leave no room
         row.params.compute_copy.pin()
         try:
-            self._do(actions.ParametersNeeded(row))
+            self._report(actions.ParametersNeeded(row))
             self.gathering.gather(row)
             row.views.show()
             yield row.params.tensor
@@ -484,7 +486,7 @@ class Executor:
         row.views.check()  # first stores values that the user has set with `param.data = values`
         row.params.compute_copy.pin()
         try:
-            self._do(actions.ParametersNeeded(row))
+            self._report(actions.ParametersNeeded(row))
             with self._in_host_memory(row):
                 yield row.params.shard
         finally:
@@ -534,7 +536,7 @@ class Executor:
             row.views.hide()
 
     def take_back(self, row: Unit, index: int) -> None:
-        """End `UnitViews.lend`: point the parameter at its unit's memory again."""
+        """Take back a lent parameter, see [Note: lent parameters] in param_access.py: let it show its unit's memory."""
         row.views.take_back(index)
         self.refresh(row)
 
@@ -549,7 +551,7 @@ class Executor:
         """Yield memory for the first values of a unit, which the caller fills in the context."""
         params = row.params
         while not self._params.create(params):
-            self._do(actions.RoomNeeded(row))
+            self._report(actions.RoomNeeded(row))
         params.compute_copy.pin()
         try:
             yield params.shard
@@ -560,7 +562,7 @@ class Executor:
         finally:
             params.compute_copy.unpin()
         if row.residency is Residency.RESIDENT:
-            self._do(actions.ParametersMade(row))
+            self._report(actions.ParametersMade(row))
         self.refresh(row)
 
 
@@ -574,7 +576,7 @@ _PERFORMERS: dict[type[Action], Callable[[Executor, Any, Any], object]] = {
     actions.Evict: lambda executor, row, _: executor._evict(row),
     actions.Spill: lambda executor, row, _: executor._grads.spill(row.grads),
     actions.Submit: lambda executor, row, action: executor.in_flight.submit(row, action.write, action.needed),
-    actions.SubmitAhead: Executor._submit_ahead,
+    actions.SubmitSpeculative: Executor._submit_speculative,
     actions.UpdateOnDevice: lambda executor, row, _: executor.in_flight.update_on_device(row),
     actions.AwaitNewest: Executor._await_newest,
 }

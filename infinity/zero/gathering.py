@@ -59,7 +59,7 @@ class Gathering:
 
     Attributes:
         has_shared_units: whether ranks share any unit; if not, no unit is ever gathered.
-        ahead: units that are pinned and gathered for their next use, in order.
+        early: units that are pinned and gathered for their next use, in order.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Gathering:
         self.has_shared_units = bool(self._shared)
         moving_bytes = [row.params.spec.moving_bytes for row in rows]
         self._ahead_limit = AheadLimit(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
-        self.ahead: dict[Unit, None] = {}
+        self.early: dict[Unit, None] = {}
         self._order = [] if any(moving_bytes) else list(self._shared)
         self._gathers_in_order = False  # from the begin of a forward pass to the first collective after it
         self._in_use_bytes = 0  # of units in use that can be evicted
@@ -84,10 +84,10 @@ class Gathering:
     def drop_unexpected(self, rows: Sequence[Unit]) -> None:
         """Drop the early gathers if a unit that is used now was not expected and is stale: it needs their room."""
         for row in rows:
-            if row in self.ahead:
+            if row in self.early:
                 return
             if not self.is_whole(row):
-                self.drop_ahead()
+                self.drop_early()
                 return
 
     def enter(self, row: Unit) -> None:
@@ -98,12 +98,12 @@ class Gathering:
         if not shared.uses:
             self._in_use_bytes += shared.moving_bytes
         shared.uses += 1  # before anything that can fail: after an error, `leave` is called, too
-        if row in self.ahead:
-            while (first := next(iter(self.ahead))) is not row:
+        if row in self.early:
+            while (first := next(iter(self.early))) is not row:
                 self._drop(first)
             self._take(row)
         elif not shared.is_whole:
-            self.drop_ahead()
+            self.drop_early()
         self.gather(row)
 
     def leave(self, row: Unit, expected: int | None) -> None:
@@ -119,10 +119,10 @@ class Gathering:
         if shared.uses:
             return
         self._in_use_bytes -= shared.moving_bytes
-        if expected == row.index and row not in self.ahead and shared.is_whole and shared.moving_bytes:
+        if expected == row.index and row not in self.early and shared.is_whole and shared.moving_bytes:
             row.params.compute_copy.pin()
-            self.ahead = {row: None, **self.ahead}
-        elif row not in self.ahead:
+            self.early = {row: None, **self.early}
+        elif row not in self.early:
             self.reshard(row)
 
     def begin_cycle(self) -> None:
@@ -131,7 +131,7 @@ class Gathering:
 
     def end_cycle(self) -> None:
         """Drop early gathers and end all uses."""
-        self.drop_ahead()
+        self.drop_early()
         for row in self._shared:
             if row.shared is not None and row.shared.uses:  # an exception may have skipped `leave`
                 row.shared.uses = 1
@@ -160,23 +160,23 @@ class Gathering:
             ):
                 return None
             passed.append(row)
-            if shared is not None and not shared.is_whole and row not in self.ahead:
+            if shared is not None and not shared.is_whole and row not in self.early:
                 return row if self._has_room(row, shared.moving_bytes, steps) else None
         return None
 
     def _has_room(self, row: Unit, moving_bytes: int, steps: int) -> bool:
         """Whether there is room to gather a unit `steps` uses ahead, beside the units in use and the early gathers."""
         if moving_bytes:
-            ahead_bytes = sum(other.params.spec.moving_bytes for other in self.ahead)
+            ahead_bytes = sum(other.params.spec.moving_bytes for other in self.early)
             return self._ahead_limit.allows(steps, moving_bytes, self._in_use_bytes, ahead_bytes)
-        whole_bytes = sum(other.params.spec.nbytes for other in (*self.ahead, row))
+        whole_bytes = sum(other.params.spec.nbytes for other in (*self.early, row))
         return steps == 1 or whole_bytes <= self._ahead_limit.bytes
 
     def gather_early(self, row: Unit) -> None:
         """Start to gather a resident, pinned unit for its next use. It is unpinned when it is used or dropped."""
         assert row.shared is not None
         self._start(row, row.shared)
-        self.ahead[row] = None
+        self.early[row] = None
 
     def changed(self, row: Unit) -> None:
         """Mark the unsharded copy as stale, because the shard changes or will change.
@@ -185,7 +185,7 @@ class Gathering:
         """
         if row.shared is None:
             return
-        if row in self.ahead:
+        if row in self.early:
             self._drop(row)
         self._wait(row.shared)
         row.shared.whole.invalidate()
@@ -198,7 +198,7 @@ class Gathering:
 
     def gather(self, row: Unit) -> None:
         """Unshard a resident unit now, on all ranks together."""
-        if row in self.ahead:
+        if row in self.early:
             self._take(row)
         if row.shared is not None and not row.shared.is_whole:
             self._start(row, row.shared)
@@ -220,10 +220,10 @@ class Gathering:
         place = {unit: position for position, unit in enumerate(order)}
         self._order.sort(key=lambda row: place.get(row.index, -1))
 
-    def drop_ahead(self) -> None:
+    def drop_early(self) -> None:
         """Drop all early gathers."""
-        while self.ahead:
-            self._drop(next(iter(self.ahead)))
+        while self.early:
+            self._drop(next(iter(self.early)))
 
     def _drop(self, row: Unit) -> None:
         self._take(row)
@@ -232,7 +232,7 @@ class Gathering:
     def _take(self, row: Unit) -> None:
         """Wait for an early gather, and unpin the unit."""
         assert row.shared is not None
-        del self.ahead[row]
+        del self.early[row]
         try:
             self._wait(row.shared)
         finally:

@@ -173,7 +173,7 @@ class InFlight:
     def _finish_fetch(self) -> bool:
         """Block until one fetch through host memory ends. Return False if there is none."""
         due = {row.params for row in self.due}
-        for params in self._params.passing:
+        for params in self._params.through_host:
             if params not in due:
                 self._params.fetch_wait(params)
                 return True

@@ -29,7 +29,7 @@ from infinity.schedule.needs import (
     param_bytes,
 )
 from infinity.schedule.on_device import as_far_as_fits, promotion_order
-from infinity.schedule.rules import Rules, may_run_ahead, may_run_ahead_on_drives, rules_of
+from infinity.schedule.rules import Rules, may_speculate, may_speculate_on_drives, rules_of
 from infinity.tiers import FlatSpec, Memory, StoredTensor
 from infinity.tiers.state_layout import StateLayout
 from infinity.zero.leaf_modules import called_leaves
@@ -202,8 +202,8 @@ def choose_schedule(config: Config, ranks: int = 1, *, discrete: bool = False) -
     if asked == "auto":
         if not config.waits:
             return UpdateSchedule.BACKWARD
-        ahead = may_run_ahead(config, ranks, discrete=discrete)
-        return UpdateSchedule.SPECULATIVE if ahead else UpdateSchedule.DEFERRED
+        speculates = may_speculate(config, ranks, discrete=discrete)
+        return UpdateSchedule.SPECULATIVE if speculates else UpdateSchedule.DEFERRED
     schedule = UpdateSchedule(asked)
     if schedule is UpdateSchedule.BACKWARD and config.fp16 is not None:
         raise ConfigError(
@@ -292,12 +292,12 @@ def size_up(
     stay = on_device | rules.first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes)
     specs = tuple(_flat_spec(unit, dtype, rules, on_device=unit.index in stay) for unit in partition.units)
     if not accumulates and _can_reconstruct_grads(layout, grad_dtype):
-        ahead = rules.with_reconstruction(params=can_reconstruct_param(layout))
+        assumed = rules.with_reconstruction(params=can_reconstruct_param(layout))
         off_device = sum(numel for unit, numel in enumerate(numels) if unit not in on_device)
         slot_bytes = layout.bytes_per_param * off_device // rules.sharding.count + rules.stored_param_bytes(specs)
-        chosen = may_run_ahead_on_drives(config, ahead, ranks.size, slot_bytes=slot_bytes, drive_bytes=drive_bytes)
+        chosen = may_speculate_on_drives(config, assumed, ranks.size, slot_bytes=slot_bytes, drive_bytes=drive_bytes)
         schedule = UpdateSchedule.SPECULATIVE if chosen else schedule
-        rules = ahead if schedule is UpdateSchedule.SPECULATIVE else rules
+        rules = assumed if schedule is UpdateSchedule.SPECULATIVE else rules
     return Sizing(
         partition=partition,
         layout=layout,

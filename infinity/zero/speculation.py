@@ -1,6 +1,6 @@
 """Speculative updates: before the norm of all gradients is known, as far as they can be rolled back.
 
-[Note: updates ahead]
+[Note: speculative updates]
 If the global norm decides on an update (clipping, skipped steps), the update may run *speculatively*, before the norm
 is known, as if the norm were small. It runs on the tiles of a unit whose old version stays in another slot on NVMe
 (slots.py) or fits into the undo log (undo_log.py). Once the norm is known, the update is *committed*, and the
@@ -24,7 +24,7 @@ from infinity.optim.ticket import UpdateTicket
 from infinity.telemetry import Counters
 from infinity.tiers import GradStore, Memory, Params
 from infinity.zero.in_flight import InFlight
-from infinity.zero.unit import Ahead, OldParams, Unit
+from infinity.zero.unit import OldParams, SpeculativeUpdate, Unit
 
 FreeGradients = Callable[[Unit], bool]
 
@@ -33,7 +33,7 @@ class Speculation:
     """The speculative updates, in the pipeline or finished.
 
     Attributes:
-        units: as `ahead`, and cheaper to test. After an interrupt it may also contain a unit without a speculative
+        units: as `undecided`, and cheaper to test. After an interrupt it may also contain a unit without a speculative
             update.
     """
 
@@ -49,15 +49,15 @@ class Speculation:
         self._counters = counters
 
     @property
-    def ahead(self) -> list[Unit]:
+    def undecided(self) -> list[Unit]:
         """Units with speculative updates, in the pipeline or finished, in order of submission."""
-        return [row for row in self.units if row.ahead is not None]
+        return [row for row in self.units if row.speculative is not None]
 
     def needs_memory(self, row: Unit) -> bool:
         """Whether the unit must be in memory for a rollback, because its old parameters are reconstructed there."""
-        assert row.ahead is not None
+        assert row.speculative is not None
         on_drive = row.params.home is Memory.NVME
-        return on_drive and row.ahead.old_params is OldParams.STATES
+        return on_drive and row.speculative.old_params is OldParams.STATES
 
     def can_speculate(self, row: Unit, write: bool, needed: int) -> bool:
         """Whether the expected update of the unit can be speculative, for at least one tile.
@@ -81,7 +81,7 @@ class Speculation:
         found = [
             (row, row.ticket)
             for row in self.units
-            if row.ticket is not None and row.ahead is not None and row.ahead.old_params is OldParams.IMAGES
+            if row.ticket is not None and row.speculative is not None and row.speculative.old_params is OldParams.IMAGES
         ]
         return sorted((pair for pair in found if pair[1].needed > needed), key=lambda pair: pair[1].needed)
 
@@ -92,11 +92,11 @@ class Speculation:
                 self._clear(row)
                 self._in_flight.finish(row)
 
-    def _clear(self, row: Unit) -> Ahead:
+    def _clear(self, row: Unit) -> SpeculativeUpdate:
         """Return the unit's speculative update and clear it: it is accepted, was rolled back, or never ran."""
-        ahead = row.take_ahead()
+        update = row.take_speculative()
         self.units.pop(row, None)
-        return ahead
+        return update
 
     def _old_params(self, row: Unit, write: bool) -> OldParams:
         """Return where the expected update would keep the unit's old parameters.
@@ -104,15 +104,15 @@ class Speculation:
         Args:
             write: whether the update writes the parameters home in any case; the other slot is then preferred.
         """
-        params, rollback, foreseen = row.params, self._pipeline.rollback, row.foreseen
-        assert foreseen is not None
+        params, rollback, expected = row.params, self._pipeline.rollback, row.expected
+        assert expected is not None
         can_roll_back, is_in_memory_alone = params.can_roll_back(), params.is_in_memory_alone()
         if can_roll_back and write:
             return OldParams.SLOTS
         is_reconstructable = is_in_memory_alone or (params.is_double_buffered and not self._params.writes_every_update)
         if (
             is_reconstructable
-            and rollback.can_reconstruct_param(foreseen.segments, self._grads.dtype)
+            and rollback.can_reconstruct_param(expected.segments, self._grads.dtype)
             and rollback.keeps_all(row.states)
         ):
             return OldParams.STATES
@@ -135,16 +135,16 @@ class Speculation:
             write: see `InFlight.submit`. If it is False, the parameters may still be written, so that the old ones stay
                 in the other slot.
         """
-        foreseen = row.foreseen
-        assert foreseen is not None
-        segments = foreseen.segments
+        expected = row.expected
+        assert expected is not None
+        segments = expected.segments
         with self._critical:
             self._in_flight.open_host(row)
             old_params = self._old_params(row, write)
             tiles = self._reversible_tiles(row, old_params)
             before = self._pipeline.rollback.keep_before(row.states, tiles, param=old_params is OldParams.IMAGES)
             reconstructs_grads = (
-                foreseen.may_drop_grads
+                expected.may_drop_grads
                 and not before
                 and row.spills
                 and tiles == row.states.indices
@@ -161,20 +161,20 @@ class Speculation:
                 reconstructs_param=old_params is OldParams.STATES,
             )
             self.units[row] = None
-            row.speculate(Ahead(segments, tiles, ticket, old_params))
+            row.speculate(SpeculativeUpdate(segments, tiles, ticket, old_params))
 
     def commit(self, row: Unit) -> None:
         """Commit the speculative update. If it left out tiles, their update is due now."""
         with self._critical:
-            ahead = self._clear(row)
-            if ahead.tiles != row.states.indices:
-                row.begun = ahead.tiles
-                self._in_flight.add_due(row, ahead.segments)
+            update = self._clear(row)
+            if update.tiles != row.states.indices:
+                row.begun = update.tiles
+                self._in_flight.add_due(row, update.segments)
             elif row.ticket is not None:
                 row.keeps_grads = False
             else:
                 self._grads.drop(row.grads)
-            self._pipeline.rollback.forget_before(ahead.ticket)
+            self._pipeline.rollback.forget_before(update.ticket)
 
     def roll_back(self, rows: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
         """Roll back speculative updates: restore parameters and optimizer states.
@@ -198,8 +198,7 @@ class Speculation:
                     'begun: set tiering.update_schedule to "deferred"'
                 )
         with self._critical:
-            aheads = [row.ahead for row in rows]
-            tickets = [ahead.ticket for ahead in aheads if ahead is not None]
+            tickets = [row.speculative.ticket for row in rows if row.speculative is not None]
             submitted = [row for row in self._in_flight.submitted if row in rows]
             for row in submitted:
                 assert row.ticket is not None
@@ -212,13 +211,13 @@ class Speculation:
             self._pipeline.roll_back(tickets)
             stale: list[Unit] = []
             for row in rows:
-                assert row.ahead is not None
-                if row.ahead.old_params is OldParams.SLOTS:
+                assert row.speculative is not None
+                if row.speculative.old_params is OldParams.SLOTS:
                     self._params.roll_back(row.params)
                     stale.append(row)
-                elif row.ahead.old_params is OldParams.IMAGES:
+                elif row.speculative.old_params is OldParams.IMAGES:
                     self._restore_from_undo_log(row)
-                self._pipeline.rollback.forget_before(row.ahead.ticket)
+                self._pipeline.rollback.forget_before(row.speculative.ticket)
                 self._clear(row)
         return stale
 
@@ -229,9 +228,9 @@ class Speculation:
             grads: reconstruct the gradients, if they were not kept; if False, drop them.
             param: reconstruct the parameters, if they were not kept.
         """
-        stored, ahead = row.grads, row.ahead
-        assert ahead is not None
-        param = param and ahead.old_params is OldParams.STATES
+        stored, update = row.grads, row.speculative
+        assert update is not None
+        param = param and update.old_params is OldParams.STATES
         if stored.needs_reconstruction and not grads:
             self._grads.drop(stored)
         grads = stored.needs_reconstruction
@@ -240,7 +239,7 @@ class Speculation:
         with self._critical:
             buffer = self._room_for_grads(row, free_gradients) if grads else None
             with self._changing(row) if param else nullcontext() as flat:
-                self._pipeline.reconstruct(ahead.ticket, grad=buffer, param=flat)
+                self._pipeline.reconstruct(update.ticket, grad=buffer, param=flat)
             if grads:
                 self._grads.pause(stored)
                 self._in_flight.gradients_may_spill = True
@@ -252,10 +251,10 @@ class Speculation:
                     f"no host memory is left for the gradients of unit `{row.name}`, whose update is rolled back: "
                     "raise tiering.host_memory"
                 )
-        assert row.ahead is not None
+        assert row.speculative is not None
         # Parameters without a gradient and the padding are not reconstructed, but the norm of a shard includes them.
         end = 0
-        for segment in sorted(row.ahead.ticket.segments, key=lambda each: each.start):
+        for segment in sorted(row.speculative.ticket.segments, key=lambda each: each.start):
             buffer[end : segment.start].zero_()
             end = segment.stop
         buffer[end:].zero_()
@@ -263,9 +262,9 @@ class Speculation:
 
     def _restore_from_undo_log(self, row: Unit) -> None:
         """Restore the parameters from the undo log."""
-        assert row.ahead is not None
+        assert row.speculative is not None
         with self._changing(row) as flat:
-            for start, values in self._pipeline.rollback.params_before(row.ahead.ticket):
+            for start, values in self._pipeline.rollback.params_before(row.speculative.ticket):
                 flat[start : start + values.numel()].copy_(values)
 
     @contextmanager
@@ -283,5 +282,5 @@ class Speculation:
         if row.ticket is not None:
             self._in_flight.finish(row)
         self._reconstruct(row, free_gradients, grads=True, param=False)
-        assert row.ahead is not None
-        row.ahead = replace(row.ahead, segments=())
+        assert row.speculative is not None
+        row.speculative = replace(row.speculative, segments=())

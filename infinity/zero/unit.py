@@ -4,9 +4,9 @@
 This step's update may be due while the last step's is still being written home. So `due` and `ticket` are separate
 lifecycles. Each transition is a method that checks the state before it:
 
-    due:        None -> segments (set_due) -> None (take_due)
-    ticket:     None -> an update in the pipeline (submit) -> None (finish)
-    ahead:      None -> a speculative update (speculate) -> None (take_ahead)
+    due:         None -> segments (set_due) -> None (take_due)
+    ticket:      None -> an update in the pipeline (submit) -> None (finish)
+    speculative: None -> a speculative update (speculate) -> None (take_speculative)
 
 A unit with a speculative update has no update that is due.
 """
@@ -46,7 +46,7 @@ class OldParams(Enum):
 
 
 @dataclass(frozen=True)
-class Ahead:
+class SpeculativeUpdate:
     """A speculative update, submitted or finished.
 
     Attributes:
@@ -60,7 +60,7 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class ExpectedUpdate:
     """The expected update of a unit.
 
     Attributes:
@@ -232,7 +232,7 @@ class Unit(UnitState):
         begun: tiles that already have the update in `due`.
         write: the move with which the update of `ticket` writes the new parameters home; None if it does not.
         keeps_grads: whether the gradients of that update may be needed again, because it may be rolled back.
-        foreseen: the expected update, while the scheduler decides whether it may be speculative.
+        expected: the expected update, while the scheduler decides whether it may be speculative.
     """
 
     __slots__ = (
@@ -241,7 +241,7 @@ class Unit(UnitState):
         "_gradients",
         "_store",
         "calls",
-        "foreseen",
+        "expected",
         "grads",
         "keeps_grads",
         "layout",
@@ -257,7 +257,7 @@ class Unit(UnitState):
     due: tuple[Segment, ...] | None
     begun: frozenset[int] | None
     ticket: UpdateTicket | None
-    ahead: Ahead | None
+    speculative: SpeculativeUpdate | None
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class Unit(UnitState):
         self.states = states
         self.write: Move | None = None
         self.keeps_grads = False
-        self.foreseen: Foreseen | None = None
+        self.expected: ExpectedUpdate | None = None
 
     # The row #
 
@@ -329,7 +329,7 @@ class Unit(UnitState):
 
     def set_due(self, segments: tuple[Segment, ...]) -> None:
         """Set this step's update."""
-        if self.due is not None or self.ahead is not None:
+        if self.due is not None or self.speculative is not None:
             self._refuse("an update is asked for")
         self.due = segments
 
@@ -349,11 +349,11 @@ class Unit(UnitState):
         self.write, self.keeps_grads = write, keeps_grads
         self.ticket = ticket
 
-    def speculate(self, ahead: Ahead) -> None:
+    def speculate(self, update: SpeculativeUpdate) -> None:
         """Mark the update in the pipeline as speculative."""
-        if self.ahead is not None or self.due is not None:
+        if self.speculative is not None or self.due is not None:
             self._refuse("a speculative update is submitted")
-        self.ahead = ahead
+        self.speculative = update
 
     def finish(self) -> tuple[UpdateTicket, Move | None]:
         """Return the update in the pipeline and its `write`, and clear both: it is over, or has failed."""
@@ -367,18 +367,18 @@ class Unit(UnitState):
     @property
     def speculated(self) -> tuple[Segment, ...] | None:
         """The speculative update; None if there is none."""
-        return None if self.ahead is None else self.ahead.segments
+        return None if self.speculative is None else self.speculative.segments
 
-    def take_ahead(self) -> Ahead:
+    def take_speculative(self) -> SpeculativeUpdate:
         """Return the speculative update and clear it: it is accepted, was rolled back, or never ran."""
-        ahead = self.ahead
-        if ahead is None:
+        update = self.speculative
+        if update is None:
             self._refuse("a speculative update is decided on")
-        self.ahead = None
-        return ahead
+        self.speculative = None
+        return update
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"unit `{self.name}`: {what}, but due is {self.due is not None}, submitted is "
-            f"{self.ticket is not None} and speculative is {self.ahead is not None}"
+            f"{self.ticket is not None} and speculative is {self.speculative is not None}"
         )

@@ -5,7 +5,7 @@
 cannot keep up, those of the units that the next forward pass uses last run during that pass.
 `deferred`: once the global norm is known, unit by unit as the next forward pass fetches them.
 `speculative`: as `deferred`, but while recent steps neither clipped nor skipped, updates run speculatively during
-backward, see [Note: updates ahead] in speculation.py.
+backward, see [Note: speculative updates] in speculation.py.
 `barrier`: all updates run inside `step()`.
 
 All schedules give the same numbers. `backward` cannot wait for the global norm, so it serves training without clipping.
@@ -170,9 +170,9 @@ class Updates:
             # On all ranks alike: whether an update is speculative depends on a rank's own memory and drives.
             self._executor.gathering.changed(unit)
             if self._foresight.speculates:
-                self._run_ahead(unit)
+                self._speculate(unit)
 
-    def _run_ahead(self, unit: Unit) -> None:
+    def _speculate(self, unit: Unit) -> None:
         """Submit the unit's update speculatively, as if the global norm were known and small."""
         segments = self._segments(unit, 1.0 / self._losses.loss_scale.value)
         if self._executor.speculate(unit, segments, may_drop_grads=self._gradients.are_measured(unit)):

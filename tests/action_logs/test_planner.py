@@ -15,7 +15,7 @@ from infinity.planner import Machine, Rates, count_work, plan_training, with_num
 from infinity.planner.lanes import Lanes, Task
 from infinity.planner.simulated_step import PARTS, TimedRank
 from infinity.planner.step_work import step_work
-from infinity.schedule.actions import Action, Evict, Fetch, Spill, Submit, SubmitAhead
+from infinity.schedule.actions import Action, Evict, Fetch, Spill, Submit, SubmitSpeculative
 from infinity.zero.sizing import compute_dtype
 from tests.action_logs.cases import BATCH, CASES, LARGE, ON_DEVICE, STEPS, Case, Stack, config_of
 from tests.action_logs.write import golden
@@ -61,10 +61,10 @@ class Logged(TimedRank):
     def perform(self, action: Action) -> None:
         self.actions.append(action)
         super().perform(action)
-        if isinstance(action, Submit | SubmitAhead):
+        if isinstance(action, Submit | SubmitSpeculative):
             row = action.unit
             self.lanes.wait_until(lambda: row.ticket is None or row.ticket.done, "optimizer")
-            if isinstance(action, SubmitAhead) and row.ahead is None:
+            if isinstance(action, SubmitSpeculative) and row.speculative is None:
                 del self.actions[-1]  # nothing of it can be rolled back
 
     def _begin_phase(self, name: str) -> None:
@@ -109,7 +109,7 @@ def _words(action: Action | str, names: list[str]) -> str | None:
             return f"evict {names[unit.index]}"
         case Spill(unit):
             return f"spill {names[unit.index]}"
-        case Submit(unit, write, needed) | SubmitAhead(unit, write, needed):
+        case Submit(unit, write, needed) | SubmitSpeculative(unit, write, needed):
             when = "now" if needed < 0 else needed
             return f"submit {names[unit.index]}{', written' if write else ''}, needed {when}"
     return None

@@ -64,7 +64,7 @@ def settings(path: Path, host_memory: int | str, stage: int) -> dict[str, Any]:
 @contextmanager
 def no_collective_in_actions(executor: Executor) -> Iterator[None]:
     """Refuse collectives while the actions of an event are performed."""
-    perform, talking = executor._do, Ranks.talking
+    perform, talking = executor._report, Ranks.talking
     events: list[Event] = []
 
     def do(event: Event) -> bool:
@@ -79,7 +79,7 @@ def no_collective_in_actions(executor: Executor) -> Iterator[None]:
         return talking(self, what)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "_do", do)
+        patch.setattr(executor, "_report", do)
         patch.setattr(Ranks, "talking", talk)
         yield
 
@@ -345,14 +345,14 @@ def fail_in_enter() -> tuple[torch.Tensor, torch.Tensor]:
     x = data()[0, 0]
     with infinity.initialize(model=model, config=Recipe().config(Placement()))[0] as engine:
         executor, failures = engine._runtime.executor, [RuntimeError("out of memory")]
-        perform = executor._do
+        perform = executor._report
 
         def failing(event: Event) -> None:
             if event == UseBegins(executor.units[1]) and failures:
                 raise failures.pop()
             perform(event)
 
-        executor._do = failing
+        executor._report = failing
         with torch.no_grad():
             with pytest.raises(RuntimeError, match="out of memory"):
                 engine(x)

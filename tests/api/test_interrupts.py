@@ -440,7 +440,7 @@ def test_an_interrupt_before_stale_copies_are_dropped_stops_the_engine(tmp_path,
     with engine_at(Case("speculative", "nvme", host_memory=106_496, clipping=1e6), tmp_path) as engine:
         one_step(engine, AT)
         engine.backward(engine(data(AT + 1, 0)))
-        assert engine._runtime.executor.speculation.ahead
+        assert engine._runtime.executor.speculation.undecided
         monkeypatch.setattr(Executor, "_spill_early", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.zero_grad()

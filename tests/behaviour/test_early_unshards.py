@@ -53,7 +53,7 @@ def train_ahead(numel: int, placement: Placement, schedule: str, budgets: list[s
 
         def noted(self: Ranks, flat: Any, pieces: Any, unit: str) -> Any:
             ran.gathered.append(unit)
-            ran.most_ahead = max(ran.most_ahead, len(gathering.ahead) + 1)
+            ran.most_ahead = max(ran.most_ahead, len(gathering.early) + 1)
             return gather(self, flat, pieces, unit)
 
         with pytest.MonkeyPatch.context() as patch:

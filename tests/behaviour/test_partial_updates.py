@@ -79,7 +79,7 @@ def test_what_an_update_leaves_alone_is_no_older_on_the_drive(tmp_path) -> None:
             engine.step()
         engine.synchronize()
         for unit in range(BLOCKS):
-            executor._do(ParametersStale(executor.units[unit]))
+            executor._report(ParametersStale(executor.units[unit]))
         values = dict(engine.named_parameters())
     for name, param in reference.named_parameters():
         torch.testing.assert_close(values[name], param.detach(), rtol=1e-5, atol=1e-6)

@@ -596,7 +596,7 @@ def leave(engine: infinity.Engine) -> None:
         pass
     for row in tuple(executor._scheduler.in_memory):
         if not row.is_pinned:
-            executor._do(ParametersStale(row))
+            executor._report(ParametersStale(row))
 
 
 @pytest.mark.parametrize("clipping", [NEVER, SOMETIMES, ALWAYS])

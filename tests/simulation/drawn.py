@@ -204,7 +204,7 @@ class _Drawn:
             on_device=on_device,
             old_params=old_params,
             is_double_buffered=keeps or (old_params == "slots"),
-            ahead=random.choice((tiles, random.randint(1, tiles))),
+            reversible=random.choice((tiles, random.randint(1, tiles))),
             reconstructs=random.random() < 0.5,
             made=moves and not on_device and random.random() < 0.2,
             streams=streams and not on_device,

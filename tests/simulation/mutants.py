@@ -434,7 +434,7 @@ def _complete_after_one(original: Any, self: Any, micro_batch: Any, round_index:
 _add("written_twice", "a write whose wait was interrupted is begun again", (Performer, "_await_write", _none))
 
 
-@_mutant("a unit stays in use whose update was waited for when an interrupt came", Rank, "_start_pending")
+@_mutant("a unit stays in use whose update was waited for when an interrupt came", Rank, "_submit_due")
 def _pinned_by_drain(self: Rank) -> None:
     for row in [row for row in self._asked if row.due is not None]:
         self._pin(row)
@@ -556,7 +556,7 @@ def _gathers_if_ahead(self: Rank, row: Row, due: Due, original: Any = Rank.specu
 
 _add(
     "gathered_where_ahead",
-    "a unit is gathered anew only on ranks where its update has run ahead",
+    "a unit is gathered anew only on ranks where its update is speculative",
     (Rank, "_foresee", _none),
     (Performer, "speculate", _gathers_if_ahead),
 )
@@ -636,22 +636,22 @@ def _withdraw(self: Worker, ticket: Any) -> bool:
 
 @_mutant("an update that the worker is at is withdrawn", Performer, "_has_images")
 def _withdrawn_while_run(self: Performer, row: Row, needed: int) -> bool:
-    for ahead in [each.ahead for each in self.aheads if each.ahead is not None]:
-        if row.spec.ahead > self.images and ahead.ticket.images and not ahead.ticket.computed:
-            _withdraw(self.worker, ahead.ticket)
-            self._decide(ahead.ticket.row)
-            self._note(ahead.ticket)
-    return row.spec.ahead <= self.images
+    for update in [each.speculative for each in self.undecided if each.speculative is not None]:
+        if row.spec.reversible > self.images and update.ticket.images and not update.ticket.computed:
+            _withdraw(self.worker, update.ticket)
+            self._decide(update.ticket.row)
+            self._note(update.ticket)
+    return row.spec.reversible <= self.images
 
 
-@_mutant("the rest of an update that ran ahead in part is forgotten", Performer, "commit_ahead")
+@_mutant("the rest of a speculative update of some tiles is forgotten", Performer, "commit_speculative")
 def _rest_forgotten(original: Any, self: Performer, row: Row, due: Due) -> None:
     original(self, row, due)
     if row.begun is not None:
         row.due = row.begun = None
 
 
-@_mutant("an update that ran ahead stands although the norm was clipped", Rank, "_update_all")
+@_mutant("a speculative update stands although the norm was clipped", Rank, "_update_all")
 def _clipped_stands(self: Rank, *, clips: bool) -> None:
     for unit in list(self._added):
         self._update(self.rows[unit], clips=clips)
@@ -675,7 +675,7 @@ def _pins_stay(original: Any, self: Rank, *, learn: bool) -> None:
             row.pins = before
 
 
-@_mutant("zero_grad leaves updates that ran ahead", Rank, "_drop")
+@_mutant("zero_grad leaves speculative updates", Rank, "_drop")
 def _zero_grad_leaves_ahead(self: Rank) -> None:
     for unit in self._added:
         self.grads.drop(self.rows[unit])

@@ -99,8 +99,8 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
         tempo = PROMPT
     if leave("operations of a device that end late", apart and tempo is not PROMPT):
         tempo = PROMPT
-    # Where updates run ahead, states are on the drives, and their writes are not simulated.
-    if leave("updates ahead whose writes end late", speculative and tempo is not PROMPT):
+    # Where updates are speculative, states are on the drives, and their writes are not simulated.
+    if leave("speculative updates whose writes end late", speculative and tempo is not PROMPT):
         tempo = PROMPT
     leave("states on the device", any(unit.on_device for unit in config.units))
     leave("steps that stay on the drives", config.keeps)
@@ -113,7 +113,7 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             old_params="slots" if speculative and unit.offloaded and unit.grads else "",
             is_double_buffered=speculative and unit.offloaded,
             tiles=1,
-            ahead=1,
+            reversible=1,
             reconstructs=False,
             made=unit.offloaded and not apart,
             streams=apart,

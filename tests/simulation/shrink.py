@@ -137,10 +137,10 @@ def _simpler_ranks(ranks: tuple[RankSpec, ...]) -> Iterator[tuple[RankSpec, ...]
 
 def _simpler_unit(spec: UnitSpec) -> Iterator[UnitSpec]:
     plain = UnitSpec(1)
-    for name in (each.name for each in fields(spec) if each.name != "ahead"):  # which follows the tiles
+    for name in (each.name for each in fields(spec) if each.name != "reversible"):  # which follows the tiles
         if getattr(spec, name) != getattr(plain, name):
             changed = replace(spec, **{name: getattr(plain, name)})
-            yield replace(changed, ahead=min(changed.ahead, changed.tiles))
+            yield replace(changed, reversible=min(changed.reversible, changed.tiles))
 
 
 def parse(told: str) -> Scenario:

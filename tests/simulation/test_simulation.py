@@ -87,7 +87,7 @@ def test_a_failed_prefetch_that_nobody_waits_for_loses_nothing() -> None:
 
 def test_an_update_that_was_decided_on_before_it_ran_leaves_nothing_to_undo() -> None:
     config = Config(
-        (UnitSpec(1, tiles=3, ahead=2, old_params="images"),),
+        (UnitSpec(1, tiles=3, reversible=2, old_params="images"),),
         (RankSpec(15, Tempo(0.0, 10**6)),),
         "speculative",
         images=2,

@@ -266,7 +266,7 @@ class Trainer:
 
         Args:
             changed: its tiles.
-            undone: tiles whose update runs ahead and is taken back.
+            undone: tiles whose speculative update is rolled back.
         """
         commits = self.session.commits
         assert commits is not None
