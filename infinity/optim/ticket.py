@@ -40,7 +40,7 @@ class UpdateTicket:
         write: starts writing the updated parameters of a tile home; None if they stay in memory.
         seed: seed of this update's stochastic rounding.
         first: position of the shard's first element in the unit, so that shards of several ranks round differently.
-        needed: time of the unit's next use. Among updates that no thread waits for, the lowest goes first.
+        next_use: position of the unit's next use. Among updates that no thread waits for, the lowest goes first.
         only: indices of the tiles to update; None for all.
         before: images of the undo log, by index of the tile.
         reconstructs_grads: whether a rollback shall reconstruct the gradients instead of keeping them, see
@@ -69,7 +69,7 @@ class UpdateTicket:
     write: WriteParams | None
     seed: int = 0
     first: int = 0
-    needed: int = 0
+    next_use: int = 0
     only: frozenset[int] | None = None
     before: Mapping[int, Image] = field(default_factory=dict)
     reconstructs_grads: bool = False

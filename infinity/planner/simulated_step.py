@@ -367,21 +367,21 @@ class TimedRank(Rank):
         self._coming[row] += [self.lanes.put(EXCHANGE, work.reduce_s), self.lanes.put(DOWN, work.down_s)]
         super()._complete(row)
 
-    def _submit_tiles(self, row: Row, due: Due, tiles: list[int], needed: int, *, write: bool) -> Ticket:
+    def _submit_tiles(self, row: Row, due: Due, tiles: list[int], next_use: int, *, write: bool) -> Ticket:
         if self.expected is None:
             self._publish(row)
-        ticket = super()._submit_tiles(row, due, tiles, needed, write=row.spec.is_double_buffered)
+        ticket = super()._submit_tiles(row, due, tiles, next_use, write=row.spec.is_double_buffered)
         ticket.ready += self._coming.pop(row, [])
         return ticket
 
     def _submit_speculative(self, row: Row, action: actions.SubmitSpeculative) -> None:
         work, expected = self._work.units[row.index], self.expected
         assert expected is not None
-        whole = self._has_images(row, action.needed)
+        whole = self._has_images(row, action.next_use)
         tiles = list(range(len(work.tiles) if whole else work.unlogged))
         if tiles:
             kind = "images" if whole and work.undo_bytes else "slots"
-            self._submit_reversible(row, expected, tiles, kind, action.needed)
+            self._submit_reversible(row, expected, tiles, kind, action.next_use)
 
     def _images(self, row: Row, tiles: Sequence[int]) -> int:
         return row.spec.reversible

@@ -21,13 +21,13 @@ class _UnitEvent(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class PassBegins(Event):
-    """A forward pass begins."""
+class CycleBegins(Event):
+    """A cycle begins, with its forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
-class PassEnds(Event):
-    """A backward pass, or a forward pass without a backward pass, is over.
+class CycleEnds(Event):
+    """A cycle is over: a forward and a backward pass, or a forward pass without one.
 
     Attributes:
         learn: whether it was a training step. The next cycles are expected to repeat it.
@@ -74,7 +74,7 @@ class UpdateExpected(_UnitEvent):
 
 
 class GradientsNeedRoom(_UnitEvent):
-    """A unit's gradients need memory that is not free. Yields no action if none can be freed."""
+    """A unit's gradients need memory that is not free. No action follows if none can be freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,12 @@ class _Submission(_UnitAction):
 
     Attributes:
         write: whether to write the new parameters home, tile by tile as they are updated.
-        needed: time of the unit's next use. Among updates that no thread waits for, the lowest goes first.
+        next_use: position of the unit's first use in the next cycle; negative if the plan evicts the unit now. Among
+            updates that no thread waits for, the lowest goes first.
     """
 
     write: bool
-    needed: int
+    next_use: int
 
 
 class Submit(_Submission):

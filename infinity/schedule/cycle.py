@@ -140,13 +140,13 @@ class Cycle:
         trace = self._last.trace
         return trace.first.get(row.index, len(trace.uses))
 
-    def is_leaving(self, row: UnitState) -> bool:
+    def is_evicted_next(self, row: UnitState) -> bool:
         """Whether the plan evicts the unit, and this cycle has had its last use."""
         position = self._course.position
         if self.plan is None or position is None or row.index not in self.plan.evicted:
             return False
         return self._course.trace.last.get(row.index, -1) < position
 
-    def leaves_memory(self, row: UnitState) -> bool:
+    def may_be_evicted(self, row: UnitState) -> bool:
         """Whether the unit may be evicted before its next change. Its update must then be written home."""
         return row.offloaded and (self.plan is None or row.index in self.plan.evicted)

@@ -103,14 +103,14 @@ class Scheduler:
         """Whether an action of the plan or an update waits for memory: `MemoryFreed` must follow each poll."""
         return bool(self.planned or self.blocked)
 
-    # Passes #
+    # Cycles #
 
-    def _begin_pass(self, _: actions.PassBegins) -> Actions:
+    def _begin_cycle(self, _: actions.CycleBegins) -> Actions:
         self.cycle.begin()
         self.planned.extend(("evict", unit) for unit in self.cycle.unexpected(self.in_memory))
         yield from ()
 
-    def _end_pass(self, event: actions.PassEnds) -> Actions:
+    def _end_cycle(self, event: actions.CycleEnds) -> Actions:
         if self.cycle.end(learn=event.learn) or not event.learn:
             self.planned.clear()
         yield from ()
@@ -287,8 +287,8 @@ class Scheduler:
 
     def _write_and_next_use(self, row: UnitState) -> tuple[bool, int]:
         """Return whether the unit's update is written home, and the position of the unit's next use in the plan."""
-        needed = _NOW if self.cycle.is_leaving(row) else self.cycle.first_use(row)
-        return self.cycle.leaves_memory(row) or self.writes_updates(row), needed
+        next_use = _NOW if self.cycle.is_evicted_next(row) else self.cycle.first_use(row)
+        return self.cycle.may_be_evicted(row) or self.writes_updates(row), next_use
 
     def writes_updates(self, row: UnitState) -> bool:
         """Whether each update of the unit is written: for crash consistency, or because a rollback needs the old
@@ -340,8 +340,8 @@ class Scheduler:
 
 # Unbound methods: bound ones would form a cycle, and an unreferenced scheduler would stay until a garbage collection.
 _HANDLERS: dict[type[Event], Callable[[Scheduler, Any], Actions]] = {
-    actions.PassBegins: Scheduler._begin_pass,
-    actions.PassEnds: Scheduler._end_pass,
+    actions.CycleBegins: Scheduler._begin_cycle,
+    actions.CycleEnds: Scheduler._end_cycle,
     actions.UseBegins: Scheduler._use,
     actions.MemoryFreed: Scheduler._memory_freed,
     actions.ParametersNeeded: lambda scheduler, event: scheduler._bring(event.unit),

@@ -30,8 +30,8 @@ class Update(Protocol):
     def unit(self) -> int: ...
 
     @property
-    def needed(self) -> int:
-        """Time of the unit's next use."""
+    def next_use(self) -> int:
+        """Position of the unit's next use; the lowest is updated first."""
         ...
 
 
@@ -115,4 +115,4 @@ class UpdateQueue(Generic[UpdateT]):
         self.updates = sorted(self.updates, key=self._rank)  # one assignment: an interrupt must not lose an update
 
     def _rank(self, update: UpdateT) -> tuple[bool, bool, int]:
-        return not update.awaited, not (update.begun and self._prefers_begun), update.needed
+        return not update.awaited, not (update.begun and self._prefers_begun), update.next_use

@@ -236,9 +236,9 @@ class Performer:
         write = action.write and (row.residency is _FETCHING or row.home == row.mem)
         with self.critical:
             row.due = row.begun = None
-            self.worker.submit(self._submit_tiles(row, due, tiles, action.needed, write=write))
+            self.worker.submit(self._submit_tiles(row, due, tiles, action.next_use, write=write))
 
-    def _submit_tiles(self, row: Row, due: Due, tiles: list[int], needed: int, *, write: bool) -> Ticket:
+    def _submit_tiles(self, row: Row, due: Due, tiles: list[int], next_use: int, *, write: bool) -> Ticket:
         self.changed_memory = True
         self._open_host(row)
         ready = self.grads.take_for_update(row)
@@ -250,7 +250,7 @@ class Performer:
             row.residency = _RESIDENT
         row.is_reconstructable = row.spec.old_params == "states"
         states = self.states.store.units[row.index].tiles
-        ticket = Ticket(row, due, deque(states[tile] for tile in tiles), ready, needed, write and row.is_written_home)
+        ticket = Ticket(row, due, deque(states[tile] for tile in tiles), ready, next_use, write and row.is_written_home)
         row.ticket = ticket
         return ticket
 
@@ -354,17 +354,17 @@ class Performer:
         if row.is_updating or row.residency is not _RESIDENT or expected is None:
             violate("legal", f"{row.name} has a speculative update, and is not at rest")
         kind = self._old_params(row, write=action.write)
-        if not kind or (kind == "images" and not self._has_images(row, action.needed)):
+        if not kind or (kind == "images" and not self._has_images(row, action.next_use)):
             return
         tiles = [tile for tile in range(row.spec.reversible) if self.states.can_roll_back(row.index, tile)]
         if not tiles:
             return
         with self.critical:
-            self._submit_reversible(row, expected, tiles, kind, action.needed)
+            self._submit_reversible(row, expected, tiles, kind, action.next_use)
 
-    def _submit_reversible(self, row: Row, expected: Due, tiles: list[int], kind: str, needed: int) -> None:
+    def _submit_reversible(self, row: Row, expected: Due, tiles: list[int], kind: str, next_use: int) -> None:
         whole = len(tiles) == row.spec.tiles and self.states.keeps_all(row.index)
-        ticket = self._submit_tiles(row, expected, tiles, needed, write=kind == "slots")
+        ticket = self._submit_tiles(row, expected, tiles, next_use, write=kind == "slots")
         ticket.keeps = ticket.logs = True
         ticket.drops_grads = kind != "images" and row.spec.reconstructs and row.spills and whole
         ticket.images = self._images(row, tiles) if kind == "images" else 0
@@ -387,14 +387,14 @@ class Performer:
             return "slots" if has_both else kind.replace("slots", "")
         return kind
 
-    def _has_images(self, row: Row, needed: int) -> bool:
+    def _has_images(self, row: Row, next_use: int) -> bool:
         """There is room in the undo log, for which what is needed later makes way."""
         undecided = [each.speculative for each in self.undecided if each.speculative is not None]
-        later = [each.ticket for each in undecided if each.ticket.images and each.ticket.needed > needed]
+        later = [each.ticket for each in undecided if each.ticket.images and each.ticket.next_use > next_use]
         later = [each for each in later if each.row.ticket is each and not each.chosen]
         if row.spec.reversible > self.images + sum(each.images for each in later):
             return False
-        later.sort(key=lambda each: each.needed)
+        later.sort(key=lambda each: each.next_use)
         while row.spec.reversible > self.images and later:
             ticket = later.pop()
             if self.worker.withdraw(ticket):  # not if the worker has chosen it while another one was withdrawn
@@ -471,9 +471,9 @@ class Performer:
         for row in rows:
             update = row.speculative
             assert update is not None
-            updated = [tile for tile in sorted(update.tiles) if tile not in {each.index for each in update.ticket.tiles}]
+            done = [tile for tile in sorted(update.tiles) if tile not in {each.index for each in update.ticket.tiles}]
             if update.old_params == "states" or (self.grads.of(row).needs_reconstruction and grads):
-                self.worker.between_tiles(partial(self.states.reconstruct, row.index, updated, update.due.states))
+                self.worker.between_tiles(partial(self.states.reconstruct, row.index, done, update.due.states))
             self._reconstruct_grads(row, grads=grads)
             self.worker.between_tiles(partial(self.states.roll_back, row.index, sorted(update.tiles)))
             self._decide(row)

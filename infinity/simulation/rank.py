@@ -199,7 +199,7 @@ class Rank(Performer):
     def _begin_cycle(self) -> None:
         self.activations.forget()
         self._agree("pass begins")
-        self.do(actions.PassBegins())
+        self.do(actions.CycleBegins())
         self._gathering.begin_cycle()
         self.poll()
 
@@ -209,7 +209,7 @@ class Rank(Performer):
         self._gathering.end_cycle()
         for row in self.rows:
             row.pins, row.computing = int(row.ticket is not None), False
-        self.do(actions.PassEnds(learn))
+        self.do(actions.CycleEnds(learn))
 
     def _evaluate(self, call: Pass) -> None:
         self._open = "forward"

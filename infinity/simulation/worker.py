@@ -36,7 +36,7 @@ class Ticket:
     due: Due
     tiles: deque[Tile]
     ready: list[Operation]
-    needed: int
+    next_use: int
     write: bool
     keeps: bool = False
     logs: bool = False

@@ -204,9 +204,9 @@ class Executor:
             self._params.close_host(row.params)
 
     def _submit_speculative(self, row: Unit, action: actions.SubmitSpeculative) -> None:
-        if self.speculation.can_speculate(row, action.write, action.needed):
+        if self.speculation.can_speculate(row, action.write, action.next_use):
             row.views.hide_trained()
-            self.speculation.speculate(row, action.write, action.needed)
+            self.speculation.speculate(row, action.write, action.next_use)
 
     def _await_newest(self, row: Unit, _: actions.AwaitNewest) -> None:
         self.in_flight.wait_computed(row)
@@ -216,8 +216,8 @@ class Executor:
     # The plan #
 
     def begin_cycle(self) -> None:
-        """Begin a forward pass: follow the plan from its start, and record the uses."""
-        self._report(actions.PassBegins())
+        """Begin a cycle with its forward pass: follow the plan from its start, and record the uses."""
+        self._report(actions.CycleBegins())
         self.views.lent_in_pass.clear()  # parameters whose copies a user could read, see param_access.py
         self.gathering.begin_cycle()
         self.poll()
@@ -231,7 +231,7 @@ class Executor:
         self.gathering.end_cycle()
         # Remove all pins, except those of updates: an exception may have skipped a `leave`.
         self._params.reset_pins({row.params for row in self.in_flight.submitted})
-        self._report(actions.PassEnds(learn))
+        self._report(actions.CycleEnds(learn))
         self.hide_evictable()
 
     def hide_evictable(self) -> None:
@@ -575,7 +575,7 @@ _PERFORMERS: dict[type[Action], Callable[[Executor, Any, Any], object]] = {
     actions.AwaitUpdate: lambda executor, row, _: executor.in_flight.finish(row),
     actions.Evict: lambda executor, row, _: executor._evict(row),
     actions.Spill: lambda executor, row, _: executor._grads.spill(row.grads),
-    actions.Submit: lambda executor, row, action: executor.in_flight.submit(row, action.write, action.needed),
+    actions.Submit: lambda executor, row, action: executor.in_flight.submit(row, action.write, action.next_use),
     actions.SubmitSpeculative: Executor._submit_speculative,
     actions.UpdateOnDevice: lambda executor, row, _: executor.in_flight.update_on_device(row),
     actions.AwaitNewest: Executor._await_newest,

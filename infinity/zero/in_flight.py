@@ -89,19 +89,19 @@ class InFlight:
             row.grads_store.drop(row.grads)
             self.finished.append(row)
 
-    def submit(self, row: Unit, write: bool, needed: int) -> None:
+    def submit(self, row: Unit, write: bool, next_use: int) -> None:
         """Submit the due update of a unit in memory. Its gradients have room, and its last update is finished.
 
         Args:
             write: write the new parameters home, tile by tile as they are updated.
-            needed: time of the unit's next use; among updates that no thread waits for, the lowest goes first.
+            next_use: position of the unit's next use; the lowest is updated first, unless a thread waits for another.
         """
         # The home of a dirty unit is stale, and this update may overwrite only a part of it.
         write = write and not row.params.is_dirty()
         with self._critical:
             self.open_host(row)
             tiles = None if row.begun is None else row.states.indices - row.begun
-            self.enqueue(row, self._take_due(row), write=write, needed=needed, tiles=tiles)
+            self.enqueue(row, self._take_due(row), write=write, next_use=next_use, tiles=tiles)
 
     def _take_due(self, row: Unit) -> tuple[Segment, ...]:
         segments = row.take_due()
@@ -114,7 +114,7 @@ class InFlight:
         segments: tuple[Segment, ...],
         *,
         write: bool,
-        needed: int,
+        next_use: int,
         tiles: frozenset[int] | None,
         before: Mapping[int, Image] | None = None,
         reconstructs_grads: bool = False,
@@ -140,7 +140,7 @@ class InFlight:
             # For equal bits, the seed depends on neither placement nor resume. A rank's shard may be only padding.
             seed=segments[0].rule.step << 24 | row.index if segments else 0,
             first=spec.sharding.rank * trained,
-            needed=needed,
+            next_use=next_use,
             only=tiles,
             before=before or {},
             reconstructs_grads=reconstructs_grads,

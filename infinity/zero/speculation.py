@@ -59,7 +59,7 @@ class Speculation:
         on_drive = row.params.home is Memory.NVME
         return on_drive and row.speculative.old_params is OldParams.STATES
 
-    def can_speculate(self, row: Unit, write: bool, needed: int) -> bool:
+    def can_speculate(self, row: Unit, write: bool, next_use: int) -> bool:
         """Whether the expected update of the unit can be speculative, for at least one tile.
 
         The unit and its gradients must be in memory and idle. If the undo log is full, this withdraws speculative
@@ -69,21 +69,21 @@ class Speculation:
         old_params = self._old_params(row, write)
         if self._reversible_tiles(row, old_params):
             return True
-        later = self._needed_later(needed)
+        later = self._used_later(next_use)
         if not self._reversible_tiles(row, old_params, without=[ticket for _, ticket in later]):
             return False
         while not (tiles := self._reversible_tiles(row, old_params)) and later:
             self._withdraw(*later.pop())
         return bool(tiles)
 
-    def _needed_later(self, needed: int) -> list[tuple[Unit, UpdateTicket]]:
-        """Return speculative updates in the undo log whose units are used after `needed`, the latest use last."""
+    def _used_later(self, next_use: int) -> list[tuple[Unit, UpdateTicket]]:
+        """Return speculative updates in the undo log whose units are used after `next_use`, the latest use last."""
         found = [
             (row, row.ticket)
             for row in self.units
             if row.ticket is not None and row.speculative is not None and row.speculative.old_params is OldParams.IMAGES
         ]
-        return sorted((pair for pair in found if pair[1].needed > needed), key=lambda pair: pair[1].needed)
+        return sorted((pair for pair in found if pair[1].next_use > next_use), key=lambda pair: pair[1].next_use)
 
     def _withdraw(self, row: Unit, ticket: UpdateTicket) -> None:
         """Cancel a speculative update, unless the worker has already chosen it."""
@@ -128,7 +128,7 @@ class Speculation:
             return frozenset()
         return self._pipeline.reversible_tiles(row.states, param=old_params is OldParams.IMAGES, without=without)
 
-    def speculate(self, row: Unit, write: bool, needed: int) -> None:
+    def speculate(self, row: Unit, write: bool, next_use: int) -> None:
         """Submit the speculative update of a unit that `can_speculate`.
 
         Args:
@@ -154,7 +154,7 @@ class Speculation:
                 row,
                 segments,
                 write=old_params is OldParams.SLOTS,
-                needed=needed,
+                next_use=next_use,
                 tiles=tiles,
                 before=before,
                 reconstructs_grads=reconstructs_grads,

@@ -131,6 +131,6 @@ def _submission(name: Callable[[int], str], ticket: Any) -> str:
     tiles = "" if ticket.only is None else f" tiles {min(ticket.only, default='-')}-{max(ticket.only, default='-')}"
     return (
         f"submit {name(ticket.unit)} ({ticket.grad.nbytes}){tiles}{', written' if ticket.write else ''}"
-        f"{', needed ' + str(ticket.needed) if ticket.needed >= 0 else ', needed now'}"
+        f"{', needed ' + str(ticket.next_use) if ticket.next_use >= 0 else ', needed now'}"
         f"{', may be undone' if ticket.before or ticket.reconstructs_grads or ticket.reconstructs_param else ''}"
     )

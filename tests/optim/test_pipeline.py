@@ -43,10 +43,10 @@ class Stage(NamedTuple):
     swap: SwapSpace
     updated: list[int]
 
-    def submit(self, unit: int, needed: int, *ready: Move, write: WriteParams | None = None) -> UpdateTicket:
+    def submit(self, unit: int, next_use: int, *ready: Move, write: WriteParams | None = None) -> UpdateTicket:
         segments = (Segment(0, NUMEL, Hyper(0.1, 0.9, 0.999, 1e-8, 0.0, 1, decoupled=True)),)
         ticket = UpdateTicket(
-            unit, torch.ones(NUMEL), torch.ones(NUMEL), segments, ready, write or self._note(unit), needed=needed
+            unit, torch.ones(NUMEL), torch.ones(NUMEL), segments, ready, write or self._note(unit), next_use=next_use
         )
         self.pipeline.submit(ticket)
         return ticket
@@ -128,8 +128,8 @@ def test_what_is_needed_first_is_updated_first(tmp_path: Path, resident_bytes: i
         gate = _Gate()
         tickets = [on.submit(0, 9, Move(gate, StallCause.DISK_READ))]
         gate.reached.wait()
-        needed = {1: 3, 2: 1, 3: 2, 4: 1}
-        tickets += [on.submit(unit, when) for unit, when in needed.items()]
+        next_uses = {1: 3, 2: 1, 3: 2, 4: 1}
+        tickets += [on.submit(unit, when) for unit, when in next_uses.items()]
         gate.open()
         tickets[0].computed.result()
         for ticket in tickets:

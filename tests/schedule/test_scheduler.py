@@ -20,6 +20,8 @@ from infinity.schedule.actions import (
     AwaitNewest,
     AwaitSpill,
     AwaitUpdate,
+    CycleBegins,
+    CycleEnds,
     Event,
     Evict,
     Fetch,
@@ -29,8 +31,6 @@ from infinity.schedule.actions import (
     OldParametersNeeded,
     ParametersNeeded,
     ParametersStale,
-    PassBegins,
-    PassEnds,
     RoomNeeded,
     Spill,
     Submit,
@@ -174,12 +174,12 @@ class World:
 
 
 def step(world: World, uses: list[int], *, learn: bool = True, updates: bool = True) -> None:
-    world.on(PassBegins())
+    world.on(CycleBegins())
     for unit in uses:
         world.use(unit)
     for unit in reversed(uses):
         world.use(unit, update=updates and not world.units[unit].due)
-    world.on(PassEnds(learn))
+    world.on(CycleEnds(learn))
 
 
 @settings(max_examples=150, deadline=None)
@@ -230,7 +230,7 @@ def test_a_step_like_the_last_one_waits_for_no_fetch_that_could_be_prefetched() 
 
 def test_units_that_do_not_fit_together_are_refused_by_name() -> None:
     world = World([4, 4], 5)
-    world.on(PassBegins())
+    world.on(CycleBegins())
     world.units[0].pins += 1
     world.on(UseBegins(world.units[0]))
     with pytest.raises(CapacityError, match=r"unit `u1` needs 4 B but u0 .* raise tiering.host_memory by 8 bytes"):

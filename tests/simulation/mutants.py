@@ -295,7 +295,7 @@ _add(
     "kept_steps_not_written",
     "steps that are to stay are not written",
     (Scheduler, "writes_updates", lambda self, row: False),
-    (Cycle, "leaves_memory", lambda self, unit: False),
+    (Cycle, "may_be_evicted", lambda self, unit: False),
 )
 _add(
     "update_tried_once",
@@ -635,7 +635,7 @@ def _withdraw(self: Worker, ticket: Any) -> bool:
 
 
 @_mutant("an update that the worker is at is withdrawn", Performer, "_has_images")
-def _withdrawn_while_run(self: Performer, row: Row, needed: int) -> bool:
+def _withdrawn_while_run(self: Performer, row: Row, next_use: int) -> bool:
     for update in [each.speculative for each in self.undecided if each.speculative is not None]:
         if row.spec.reversible > self.images and update.ticket.images and not update.ticket.computed:
             _withdraw(self.worker, update.ticket)
