@@ -26,23 +26,23 @@ class MemoryNeeds:
     """For each part of a memory: the fewest bytes with which training works, and the most that it can use.
 
     Attributes:
-        tile_bytes: of a full tile of optimizer states.
+        tile_bytes: a full tile of optimizer states.
         ring_min_bytes: tiles in flight: the fewest with which the optimizer reads, updates and writes at the same time.
         ring_bytes: tiles in flight: the most that it can use.
         params_min_bytes: largest set of units that must be resident together, if the model computes in this memory.
-        params_bytes: all parameters that are fetched and evicted, if the model computes in this memory.
+        params_bytes: all units that are fetched and evicted, if the model computes in this memory.
         grads_min_bytes: gradients that exist at once before the first update frees some.
-        grads_flowing_bytes: gradients of two units, if updates run during backward: one is computed, one is updated.
+        grads_overlap_bytes: gradients of two units, if updates run during backward: one is computed, one is updated.
         grads_bytes: the most gradients that exist at once.
         states_min_bytes: optimizer states whose home is this tier.
         states_bytes: all optimizer states. If they stay by whole units, also the gradients of these units.
-        always_bytes: parameters that never leave, if the model computes in this memory.
-        homes_min_bytes, homes_bytes: shards of parameters, if the model computes on other tensors: those at home in
-            this memory, and those on their way through it. The fewest, and all.
+        always_bytes: parameters that are never evicted, if the model computes in this memory.
+        homes_min_bytes, homes_bytes: shards of parameters, if the model computes on other tensors, see
+            [Note: placement] in rules.py: shards whose home is this memory, and shards in transit to the device.
         collecting_bytes: full gradients before their reduction to shards, if they are in this memory.
         activations_bytes: activations that are offloaded to this memory.
-        initial_bytes: values on their way to the tiers at `initialize`, before gradients and activations exist.
-        images_bytes: the undo log of all updates that may be speculative.
+        initial_bytes: first values in transit to their tiers at `initialize`, before gradients and activations exist.
+        images_bytes: the undo log: images (old values) of all tiles whose updates may be speculative.
         sums_bytes: sums of gradients over a step's micro-batches, before their reduction over the ranks.
         largest_unit: name of the largest unit, for the error message, its bytes, and whether it is an embedding.
     """
@@ -53,7 +53,7 @@ class MemoryNeeds:
     params_min_bytes: int
     params_bytes: int
     grads_min_bytes: int
-    grads_flowing_bytes: int
+    grads_overlap_bytes: int
     grads_bytes: int
     states_min_bytes: int
     states_bytes: int
@@ -72,21 +72,21 @@ class MemoryNeeds:
     @property
     def least_bytes(self) -> int:
         params_bytes = self.always_bytes + self.params_min_bytes + self.homes_min_bytes
-        return params_bytes + self.ring_min_bytes + self.states_min_bytes + self._later_peak(self.grads_min_bytes)
+        return params_bytes + self.ring_min_bytes + self.states_min_bytes + self._shared_peak(self.grads_min_bytes)
 
     @property
     def most_bytes(self) -> int:
         params_bytes = self.always_bytes + self.params_bytes + self.homes_bytes
         states_bytes = self.ring_bytes + self.states_bytes + self.images_bytes + self.sums_bytes
-        return params_bytes + states_bytes + self._later_peak(self.grads_bytes)
+        return params_bytes + states_bytes + self._shared_peak(self.grads_bytes)
 
-    def _later_peak(self, grads_bytes: int) -> int:
-        """Return the peak of memory that `initialize` uses first, and training after it."""
+    def _shared_peak(self, grads_bytes: int) -> int:
+        """Return the bytes of memory that first values use during `initialize`, and gradients and activations later."""
         return max(grads_bytes + self.collecting_bytes + self.activations_bytes, self.initial_bytes)
 
     @property
     def grads_least_bytes(self) -> int:
-        """Minimum for gradients: also what `initialize` needs of this memory for values, before gradients exist."""
+        """Minimum for gradients, or more if first values need more of the same memory during `initialize`."""
         initial = self.initial_bytes - self.collecting_bytes - self.activations_bytes
         return min(self.grads_bytes, max(self.grads_min_bytes, initial))
 
@@ -97,8 +97,7 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Bytes granted to each part: parameters, gradients, states that stay, tiles in flight, separate shards, the undo
-    log, and sums of gradients."""
+    """Bytes granted to each part, see `MemoryNeeds`; `states_bytes` are for states that stay in this memory."""
 
     params_bytes: int
     grads_bytes: int
@@ -155,14 +154,14 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, cut_bytes: int | None 
         return granted
 
     least = needs.grads_least_bytes
-    flowing = grant(least, max(least, needs.grads_flowing_bytes))
+    grads = grant(least, max(least, needs.grads_overlap_bytes))
     params = grant(needs.params_min_bytes, needs.params_bytes)
     homes = grant(needs.homes_min_bytes, needs.homes_bytes)
-    grads = grant(flowing, needs.grads_bytes)
+    grads = grant(grads, needs.grads_bytes)
     states = grant(needs.states_min_bytes, needs.states_bytes)
-    images = grant(0, needs.images_bytes)
+    undo_log = grant(0, needs.images_bytes)
     sums = grant(0, needs.sums_bytes)
-    return MemorySplit(params, grads, states, ring, homes, images, sums)
+    return MemorySplit(params, grads, states, ring, homes, undo_log, sums)
 
 
 def _or_cut(least_bytes: int | None) -> str:

@@ -17,9 +17,10 @@ from infinity.schedule.rules import Rules
 from infinity.tiers import ARRIVING_UNITS, FlatSpec, Memory
 
 _GRADS_IN_FLIGHT = 3  # units that may hold gradients at once if updates run in backward
-# At most 1/4 of all gradients may wait for an update after backward. Without them, the drive would idle under the next
-# forward pass, and the device would idle in backward while the optimizer updates a large unit.
-_GRADS_LEFT_SHARE = 4
+# At most 1/4 of all gradients may wait for an update after backward. If none could wait, the drive would idle under the
+# next forward pass, and the device in backward while a large unit is updated. A larger share would leave less memory
+# for optimizer states, which get theirs after gradients (`split_memory`).
+_WAITING_GRADS_SHARE = 4
 _STAGING_UNITS = 3  # shards in staging memory at once: one uploaded, one read, one updated
 
 
@@ -213,12 +214,12 @@ class GradShare(NamedTuple):
 
     Attributes:
         least: the minimum.
-        flowing: the amount with which the computation continues during an update.
+        overlap: the amount with which backward continues while a unit is updated.
         most: the useful maximum.
     """
 
     least: int = 0
-    flowing: int = 0
+    overlap: int = 0
     most: int = 0
 
 
@@ -253,7 +254,7 @@ def grad_share(rules: Rules, shards: Shards, sizes: Sequence[int], *, on_device:
         return GradShare(least, least, total)
     left = 0
     if not on_device and rules.states.home is Memory.NVME:
-        left = total // _GRADS_LEFT_SHARE
+        left = total // _WAITING_GRADS_SHARE
     elif not on_device and rules.grads.stream:  # a device computes faster than host memory serves the optimizer
         left = total
     return GradShare(in_flight_bytes(1), in_flight_bytes(2), min(total, in_flight_bytes(_GRADS_IN_FLIGHT) + left))
@@ -276,7 +277,7 @@ class DeviceShare(NamedTuple):
 
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
     grads = device_grads(rules, shards)
-    return DeviceShare(shards.device_states_bytes, grads.flowing, grads.most, sum(_sum_sizes(rules, shards)))
+    return DeviceShare(shards.device_states_bytes, grads.overlap, grads.most, sum(_sum_sizes(rules, shards)))
 
 
 def _sum_sizes(rules: Rules, shards: Shards) -> Sequence[int]:
@@ -297,7 +298,7 @@ def units_that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_byt
         grads = [numel * shards.grad_dtype.itemsize for numel in shards.numels]
         sizes, passing = [sum(pair) for pair in zip(states, grads, strict=True)], scratch
     else:
-        sizes, passing = states, scratch + device_grads(rules, shards, order).flowing
+        sizes, passing = states, scratch + device_grads(rules, shards, order).overlap
     taken = as_far_as_fits(order, sizes, spare_bytes - passing)
     return [unit for unit in order if unit in taken]
 
@@ -357,7 +358,7 @@ def host_needs(
         params_min_bytes=computed.least,
         params_bytes=computed.most,
         grads_min_bytes=grads.least,
-        grads_flowing_bytes=grads.flowing,
+        grads_overlap_bytes=grads.overlap,
         grads_bytes=grads.most,
         states_min_bytes=states_bytes - sum(stored),
         states_bytes=states_bytes + beside,

@@ -215,5 +215,5 @@ class Filling:
         else:
             self._states.give(-states_bytes)
         sizing = self._runtime.sizing
-        grads_bytes = device_grads(sizing.rules, sizing.shards, self.came).flowing
+        grads_bytes = device_grads(sizing.rules, sizing.shards, self.came).overlap
         ledger.widen("gradients on the device", self._grads, grads_bytes - self._grads.capacity_bytes)

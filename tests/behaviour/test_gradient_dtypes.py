@@ -145,7 +145,7 @@ def test_sums_in_bf16_take_half_the_memory() -> None:
         plan_training(Products(), load_config(Sums(3, accumulate=dtype).config())).needs for dtype in ("fp32", "bf16")
     )
     assert narrow.grads_bytes * 2 == wide.grads_bytes
-    rest = {"grads_bytes": 0, "grads_min_bytes": 0, "grads_flowing_bytes": 0}
+    rest = {"grads_bytes": 0, "grads_min_bytes": 0, "grads_overlap_bytes": 0}
     assert dataclasses.replace(narrow, **rest) == dataclasses.replace(wide, **rest)
 
 
