@@ -160,7 +160,7 @@ class Accessors:
         gradients.check_reduced()  # else a gradient that waits for that would pass for none
         self._step.updates.roll_back()
         row = self._runtime.row(place.unit)
-        return self._step.updates.local_values(row) if place.index in row.total.present else None
+        return self._step.updates.local_gradients(row) if place.index in row.total.present else None
 
     def gradients_changed(self, place: Place) -> None:
         """What `local_gradients` gave was written to."""

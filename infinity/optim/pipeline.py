@@ -1,10 +1,10 @@
 """The optimizer step as a pipeline: while one tile is updated, the next ones are read and the last ones are written.
 
-One worker thread updates the units whose gradients are final, in the order of schedule/update_queue.py. Tiles whose
-home is not host memory are read into the slots of a ring in that order. Then tiles of the units that are expected next
-are read ahead, so that the drive is busy before their gradients are final. For every tile, the worker chooses again: it
-continues with the first update in that order whose next tile is in memory. It runs the fused kernel on the tile. Then
-it starts writing the fields, and the parameters if their home is NVMe, and does not wait for the writes.
+One worker thread updates the units whose gradients are final, in the order of schedule/update_queue.py. In that order,
+it reads tiles whose home is not host memory into the slots of a ring (tiers/ring.py). Into the slots that are left, it
+reads tiles of units that are expected next, so that the drive is busy before their gradients are final. Before every
+tile, the worker chooses again: it continues with the first update in that order whose next tile is in memory. It runs
+the fused kernel on the tile, and starts to write the fields, and the parameters if `UpdateTicket.write` is set.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from infinity.tiers.ring import Ring
 from infinity.tiers.state_layout import StateLayout
 from infinity.tiers.states import StateStore, Tile, UnitStates
 
-# At least four: one tile is read, one is updated, one is written, and one compensates for different rates. With many
-# small tiles, a drive stays busy even if the worker is late by milliseconds, as on a busy machine: on two cores, 16
-# tiles of 4 MiB kept a drive busy for 98% of the time, 4 tiles of 16 MiB for 88%.
+# Of the ring. At least four: one tile is read, one is updated, one is written, and one compensates for different rates.
+# With many small tiles, a drive stays busy even if the worker is late by milliseconds, as on a busy machine: on two
+# cores, 16 tiles of 4 MiB kept a drive busy for 98% of the time, 4 tiles of 16 MiB for 88%.
 LEAST_SLOTS, MOST_SLOTS = 4, 16
 
 _HOST = Memory.HOST  # a look-up in an Enum takes 0.2 us
@@ -48,17 +48,17 @@ BeforeUpdate = Callable[[int, Tile, torch.Tensor, "dict[str, torch.Tensor]"], No
 
 
 class UpdatePipeline:
-    """Runs updates, see schedule/update_queue.py.
+    """Update units in host memory, tile by tile, on a thread of its own: the worker.
 
     Attributes:
-        waits: waiting times of the worker, by cause. A thread that waits for a ticket counts them by the same causes.
+        waits: waiting times of the worker, by cause. A thread that waits for a ticket counts its time by these causes.
         rollback: keeps and restores old values.
         before_update: called by the worker for every tile before its update, in the order of the tiles; must not raise.
             May be set only while no update is queued.
 
     Args:
         slots: slots of the ring, each as large as a full tile; empty if the home of every tile is host memory.
-        undo_log: memory for old values; closed with the pipeline.
+        undo_log: memory for the old values of speculative updates; closed with the pipeline.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class UpdatePipeline:
         self.rollback = Rollback(layout, states, self._fields, self._ring, len(slots), undo_log or UndoLog(0))
         self._queue = UpdateQueue[UpdateTicket]()
         self._reading = Reading(self._queue, self._ring, states)
-        self._errands: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._tasks: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._exits = False
@@ -164,7 +164,7 @@ class UpdatePipeline:
             if ticket.chosen:
                 return False
             self._queue.remove(ticket)
-            ticket.drops_grads = False  # the states are unchanged and reconstruct nothing
+            ticket.drops_grads = False  # the gradients cannot be reconstructed: the states have one version only
         self.rollback.forget_before(ticket)
         ticket.computed.set_result(None)
         return True
@@ -179,47 +179,47 @@ class UpdatePipeline:
             StorageError: the old states cannot be read.
         """
 
-        def errand() -> None:
+        def task() -> None:
             for ticket in tickets:
                 for tile in self._tiles_of(ticket):
                     self.rollback.roll_back(ticket, tile)
 
-        self._send(errand)
+        self._run_in_worker(task)
 
     def reconstruct(self, ticket: UpdateTicket, *, grad: torch.Tensor | None, param: torch.Tensor | None) -> None:
-        """Reconstruct values from before a stopped update, of which `roll_back` will restore the states. Blocks.
+        """Reconstruct values from before a stopped update, before `roll_back` restores its states. Blocks.
 
         Args:
             grad: of the whole shard; filled with the gradients. None if they were kept.
-            param: of the whole shard; its new parameters are replaced by the old ones. None if these were kept.
+            param: of the whole shard; its new parameters are replaced by the old ones. None if the old ones were kept.
 
         Raises:
             StorageError: the old states cannot be read.
         """
 
-        def errand() -> None:
+        def task() -> None:
             updated = [tile for tile in self._tiles_of(ticket) if tile not in ticket.tiles]
             self.rollback.reconstruct(ticket, updated, grad, param)
 
-        self._send(errand)
+        self._run_in_worker(task)
 
     def stop(self, tickets: Sequence[UpdateTicket]) -> None:
         """Stop these updates after their current tile, and block until they have stopped."""
 
-        def errand() -> None:
+        def task() -> None:
             for ticket in tickets:
                 if ticket in self._queue.updates:
                     self._end(ticket)
 
-        self._send(errand)
+        self._run_in_worker(task)
 
-    def _send(self, errand: Callable[[], None]) -> None:
+    def _run_in_worker(self, task: Callable[[], None]) -> None:
         """Let the worker call a function between two tiles, and block until it returns. Raise the function's error."""
         done: Future[None] = Future()
         with self._wake:
             if self._closing:
                 raise InfinityError("the optimizer pipeline is closed")
-            self._errands.append((errand, done))
+            self._tasks.append((task, done))
             self._wake.notify()
         done.result()
 
@@ -254,24 +254,24 @@ class UpdatePipeline:
             write.result()
 
     def move_states(self, unit: int, *, to_device: bool) -> None:
-        """Make the device, or the host and NVMe, the home of the unit's states, while no update is queued.
+        """Make the device the home of the unit's states, or host memory and NVMe again, while no update is queued.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for them; their home does not change.
             StorageError: they cannot be read or written.
         """
         self._park()
-        each = self._states.units[unit]
+        states = self._states.units[unit]
         if to_device:
-            self._states.make_device_room(each)
-            for tile in each.tiles:
+            self._states.make_device_room(states)
+            for tile in states.tiles:
                 self._ring.move_to_device(tile)
         else:
-            for write in [self._ring.move_back(tile) for tile in each.tiles]:
+            for write in [self._ring.move_back(tile) for tile in states.tiles]:
                 if write is not None:
                     write.result()
         self._ring.clear()
-        each.note_homes()
+        states.note_homes()
 
     def take_over(self) -> None:
         """Load all states that an earlier process left on NVMe; no update may be queued.
@@ -325,7 +325,7 @@ class UpdatePipeline:
         bind_this_thread()
         while self._has_work():
             self._ring.reap()
-            self._run_errand()
+            self._run_task()
             self._read_ahead()
             ticket = self._next_ticket()
             if ticket is not None:
@@ -334,27 +334,27 @@ class UpdatePipeline:
             self._end(
                 ticket, InfinityError("the process exits while updates are queued: call engine.close() before it ends")
             )
-        for _, done in self._errands:
+        for _, done in self._tasks:
             done.set_exception(InfinityError("the engine was closed while an update was being rolled back"))
 
     def _has_work(self) -> bool:
         """Block until there is work. Return False if the pipeline is closing and no work is left."""
         with self._wake:
-            while not (self._queue or self._errands or self._closing or self._reading.can_read_ahead()):
+            while not (self._queue or self._tasks or self._closing or self._reading.can_read_ahead()):
                 self._idle = True
                 self._wake.notify_all()
                 self._wake.wait()
-            self._idle = self._closing and (self._exits or not (self._queue or self._errands))
-            if self._idle:  # for ever: the worker ends
+            self._idle = self._closing and (self._exits or not (self._queue or self._tasks))
+            if self._idle:  # the pipeline is closing, so the worker ends
                 self._wake.notify_all()
             return not self._idle
 
-    def _run_errand(self) -> None:
-        if not self._errands:
+    def _run_task(self) -> None:
+        if not self._tasks:
             return
-        errand, done = self._errands.popleft()
+        task, done = self._tasks.popleft()
         try:
-            errand()
+            task()
         except BaseException as error:  # raised in the thread that waits
             done.set_exception(error)
         else:
@@ -392,7 +392,7 @@ class UpdatePipeline:
                 self._end(ticket)
 
     def _end(self, ticket: UpdateTicket, error: BaseException | None = None) -> None:
-        for tile in ticket.tiles:  # not updated, so their states reconstruct no gradients
+        for tile in ticket.tiles:  # not updated, so their gradients cannot be reconstructed
             self._ring.give_up(tile)
             ticket.drops_grads = False
         with self._wake:  # before the ticket is completed: whoever waits for it may visit the states, see `_park`
@@ -436,7 +436,7 @@ class UpdatePipeline:
         self, ticket: UpdateTicket, tile: Tile, parts: Sequence[tuple[int, int, Rule]], image: Image | None
     ) -> None:
         fields = self._fields.of(tile)
-        old_param = new_fields = None
+        old_param = new_fields = None  # memory of the undo log for these
         if image is not None:
             old_param = image.old_param(ticket.param.dtype, tile.numel)
             if image.fields is not None:
@@ -446,7 +446,7 @@ class UpdatePipeline:
                         values.copy_(fields[name])
         for start, stop, rule in parts:
             here = slice(start - tile.start, stop - tile.start)
-            old_values = (
+            aside = (
                 None if old_param is None else old_param[here],
                 None if new_fields is None else self._fields.part(new_fields, tile, start, stop),
             )
@@ -457,7 +457,7 @@ class UpdatePipeline:
                 ticket.grad[start:stop],
                 rule,
                 Dither(ticket.seed, ticket.first + start),
-                old_values if image is not None else None,
+                aside if image is not None else None,
                 report_lost=ticket.reconstructs_grads or ticket.reconstructs_param,
                 params=ticket.reconstructs_param,
             )

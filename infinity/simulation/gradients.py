@@ -18,7 +18,7 @@ from infinity.simulation.drive import Drive, Memory
 from infinity.simulation.invariants import most_actions, violate
 from infinity.tiers.copies import Move, State
 from infinity.tiers.grads import Arrival, GradHomes, GradStore, UnitGrads
-from infinity.tiers.norms import Coming
+from infinity.tiers.norms import ArrivingStats
 
 if TYPE_CHECKING:
     from infinity.simulation.model import UnitSpec
@@ -48,11 +48,11 @@ class _Norms:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def bring(self, unit: int, gradients: _Gradients, into: Memory) -> Coming:
+    def bring(self, unit: int, gradients: _Gradients, into: Memory) -> ArrivingStats:
         def end(_: Operation) -> None:
             into.value = max(into.value or (gradients.value[0], 0), gradients.value)
 
-        return Coming(torch.empty(0), Transfer(self._clock, self._clock.start("download", unit, end)))
+        return ArrivingStats(torch.empty(0), Transfer(self._clock, self._clock.start("download", unit, end)))
 
 
 class GradMemory:

@@ -75,7 +75,7 @@ class Worker:
         self.at: Ticket | None = None
         self.states = states
         self._reading = Reading(self.queue, states.ring, states.store)
-        self._errands: list[Callable[[], object]] = []
+        self._tasks: list[Callable[[], object]] = []
         self._clock = clock
         self._wakes = False
 
@@ -105,11 +105,11 @@ class Worker:
 
         self.between_tiles(stop)
 
-    def between_tiles(self, errand: Callable[[], object]) -> None:
+    def between_tiles(self, task: Callable[[], object]) -> None:
         """Have the worker call a function between two tiles, and wait for that."""
-        self._errands.append(errand)
+        self._tasks.append(task)
         self._wake()
-        while errand in self._errands:
+        while task in self._tasks:
             self._clock.wait_for_next()
 
     def park(self) -> None:
@@ -122,7 +122,7 @@ class Worker:
         self.states.ring.clear()
 
     def _wake(self) -> None:
-        has_work = self._errands or self.queue or self._can_read_ahead()
+        has_work = self._tasks or self.queue or self._can_read_ahead()
         if has_work and not self._wakes and self.at is None:
             self._wakes = True
             self._clock.start("pick", -1, self._pick)
@@ -131,9 +131,9 @@ class Worker:
         """What the engine's worker does between two tiles."""
         self._wakes = True  # as long as it waits for the drive
         self.states.ring.reap()
-        while self._errands:
-            self._errands[0]()
-            del self._errands[0]
+        while self._tasks:
+            self._tasks[0]()
+            del self._tasks[0]
         try:
             self._read_ahead()
         except InfinityError:  # of the drive, or of a tile whose write has failed; its update raises it again

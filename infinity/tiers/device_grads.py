@@ -10,7 +10,7 @@ import torch
 from infinity.memory import Budget
 from infinity.memory.critical_section import CriticalSection
 from infinity.tiers.grads import UnitGrads
-from infinity.tiers.norms import Coming, Measures, Norms
+from infinity.tiers.norms import ArrivingStats, Measures, Norms
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class DeviceGrads(_DeviceBuffers):
                 each.device_tensor = self._allocated(each, "gradients")
         return each.device_tensor
 
-    def measure(self, each: UnitGrads, part: int, values: torch.Tensor) -> Coming:
+    def measure(self, each: UnitGrads, part: int, values: torch.Tensor) -> ArrivingStats:
         """Measure these gradients of a part of the unit, and start copying the norm."""
         coming = self.norms.bring(each.number(part), values)
         each.measured = coming.copy

@@ -37,7 +37,7 @@ from infinity.memory import Arena, Lease
 from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers.copies import Field, Memory, Move, State, Transfer
 from infinity.tiers.link import to_host
-from infinity.tiers.norms import Coming, Measures, Norms
+from infinity.tiers.norms import ArrivingStats, Measures, Norms
 from infinity.tiers.slots import Extent
 from infinity.tiers.swap import SwapSpace
 
@@ -259,7 +259,7 @@ class GradStore:
         """
         return each.host.pins > 0 or each.arrival is not None or not (each.field.version or each.host.state is _WRITING)
 
-    def receive(self, each: UnitGrads, start: int, grad: torch.Tensor, index: int) -> Coming | None:
+    def receive(self, each: UnitGrads, start: int, grad: torch.Tensor, index: int) -> ArrivingStats | None:
         """Start downloading gradients, and their norm after them; see `can_receive`.
 
         Args:

@@ -16,7 +16,7 @@ from infinity.tiers.link import Link
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class ArrivingStats:
     """A measurement that is being copied from the device.
 
     Attributes:
@@ -33,7 +33,7 @@ class Coming:
         return GradStats(norm * norm, math.isfinite(norm))
 
 
-Measures: TypeAlias = dict[int, GradStats | Coming | None]  # by part of a unit; None if not measured yet
+Measures: TypeAlias = dict[int, GradStats | ArrivingStats | None]  # by part of a unit; None if not measured yet
 
 
 class Norms:
@@ -55,7 +55,7 @@ class Norms:
     def __bool__(self) -> bool:
         return bool(self._sources)
 
-    def bring(self, index: int, gradients: torch.Tensor, into: torch.Tensor | None = None) -> Coming:
+    def bring(self, index: int, gradients: torch.Tensor, into: torch.Tensor | None = None) -> ArrivingStats:
         """Measure these gradients, and start copying the norm with this index, after the gradients themselves to
         `into`, if that is given.
         """
@@ -63,7 +63,7 @@ class Norms:
         copy = self._link.download_all([(there, norm)] if into is None else [(into, gradients), (there, norm)])
         self._sources[index] = norm  # the copy of the old norm runs before this one
         self._last = copy
-        return Coming(there, copy)
+        return ArrivingStats(there, copy)
 
     def close(self) -> None:
         """Free the memory, once the last copy has ended."""

@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd to the optimizer: flat, accumulated, measured."""
+"""The way of gradients from autograd to the optimizer: add them up in a flat buffer a unit, and measure their norms."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from infinity.kernels import GradStats
 from infinity.schedule.unit_state import UnitState
 from infinity.telemetry import Counters
 from infinity.tiers import DeviceSums
-from infinity.tiers.norms import Coming
+from infinity.tiers.norms import ArrivingStats
 from infinity.zero.model_parts import ModelParts, local_gradient
 from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend, Direct, Reduction
 from infinity.zero.unit import WHOLE, Unit
 
-_LAG = 2  # one unit's gradients are copied while the next is computed
+_LAG = 2  # units: when the gradients of two more units are computed, those of a unit have probably arrived on the host
 
 
 class Gradients:
-    """The parameters' gradients of the current step.
+    """The gradients of the current step. They are added and measured by part: a parameter of a unit, or the unit.
 
     Args:
-        units: the rows of all units.
+        units: by index.
         sums: sums over micro-batches on the device, as far as there is room.
-        parts: the other parts of a divided model.
+        parts: the other parts of a model that tensor parallelism divides.
         streams: whether gradients, or their norms, leave the device while it computes.
 
     Attributes:
         source: takes gradients from autograd, and reduces them over the ranks.
-        alone: whether no other rank takes part, so that gradients can be checked at any time.
+        alone: whether there are no other ranks, so that this rank may check a unit's gradients at any time.
         sums_on_device: whether the device may sum the gradients of several micro-batches.
         last_pass: whether the running or latest backward pass is the step's last one.
         lag: number of units whose gradients may still be on their way from the device while the next is computed.
@@ -63,7 +63,7 @@ class Gradients:
     # Arriving #
 
     def take(self, unit: Unit, index: int, param: nn.Parameter) -> Addend | None:
-        """Remove `param.grad`. Return the gradients that are to be added now."""
+        """Take the gradient from `param.grad`. Return gradients to add now; None if they are reduced first."""
         unit.running.arrived.add(index)
         grad = local_gradient(param)
         if grad is None:
@@ -75,37 +75,37 @@ class Gradients:
         return addend
 
     def sum_on_device(self, addend: Addend) -> Addend | None:
-        """Add to the device's sum of a part's gradients in this step, if there is one or room for one.
+        """Add gradients to the device's sum of this part in the step, if there is one or room for one.
 
         Returns:
-            The gradients for `try_add`; None if nothing leaves the device yet.
+            The gradients for `try_add`; None if the sum stays on the device until the step's last pass.
         """
         unit, part, place, grad, *_ = addend
         step, sums = unit.total.step, unit.grads.sums
-        begins_here = (
+        begins_sum = (
             not self.last_pass
             and (step is None or part not in step.stats)
             and not unit.is_updated_on_device  # else its gradients never leave the device
             and self._sums.make_room(unit.grads)
         )
-        if not begins_here and part not in sums:
+        if not begins_sum and part not in sums:
             return addend
         self._sums.add(unit.grads, part, place.start, grad.view(-1))
         if self.last_pass:
             return addend._replace(values=sums.pop(part))
-        unit.total.begun().present.update(addend.present)
+        unit.total.open_step().present.update(addend.present)
         unit.running.added.update(addend.of_pass)
         return None
 
     def finish(self) -> Iterator[Addend]:
-        """Yield the step's remaining gradients, if the user says only now that its last pass is over."""
+        """Yield the step's remaining gradients, if only now the latest backward pass turns out to be its last one."""
         if not self.last_pass:
             self.source.begin_pass(last=True)
             yield from self.source.end_pass()
             self._note_flags()
-        yield from self.sums_left()
+        yield from self.remaining_sums()
 
-    def sums_left(self) -> Iterator[Addend]:
+    def remaining_sums(self) -> Iterator[Addend]:
         """Yield the sums on the device to which the last micro-batch has added nothing."""
         for unit in reversed(self._units):  # as backward reaches them
             for part in list(unit.grads.sums):
@@ -120,14 +120,14 @@ class Gradients:
         return Addend(unit, part, place, values, (), ())  # the parameters are recorded already
 
     def are_complete(self, unit: Unit) -> bool:
-        """Whether all gradients of the unit have come in this backward pass, or need not be waited for."""
-        return self.source.flags_late or len(unit.running.added) == unit.total.trained
+        """Whether all gradients of the unit have come in this backward pass, or only its end shows which ones come."""
+        return self.source.flags_at_end or len(unit.running.added) == unit.total.trained
 
     def try_add(self, addend: Addend) -> bool:
-        """Add to the gradients of a unit. Return False, and add nothing, if they have no room."""
+        """Add gradients to those of their unit. Return False, and add nothing, if they have no room."""
         unit, part, place, grad, *_ = addend
         total, store = unit.total, unit.grads_store
-        step = total.step or total.begun()  # first, so that a buffer opened below can be dropped
+        step = total.open_step()  # first, so that a buffer opened below can be dropped
         stats = step.stats
         is_first = not stats
         if not store.add(unit.grads, part, place, grad, stats, last=self.last_pass):
@@ -135,7 +135,7 @@ class Gradients:
         measured = stats[part]
         if isinstance(measured, GradStats):
             if self.source.shares:
-                stats[part] = self._counted(unit, part, measured)
+                stats[part] = self._share_of(unit, part, measured)
         elif measured is not None and not unit.is_updated_on_device:
             unit.params.download_after = measured.copy
         if is_first:
@@ -159,17 +159,17 @@ class Gradients:
         yield from self.source.end_pass()
         self._note_flags()
         if self.last_pass:
-            yield from self.sums_left()
+            yield from self.remaining_sums()
 
     def _note_flags(self) -> None:
         """Note which parameters have a gradient on some rank, if only the end of the pass shows it.
 
         Drop the gradients of units in which no parameter has one.
         """
-        if not self.source.flags_late:
+        if not self.source.flags_at_end:
             return
         for unit, indices in self.source.flagged():
-            unit.total.begun().present.update(indices)
+            unit.total.open_step().present.update(indices)
         for unit in self._units:
             if unit.total.step is not None and not unit.total.step.present:
                 unit.grads.sums.pop(WHOLE, None)
@@ -189,13 +189,13 @@ class Gradients:
         not_finite, sharing = not self.are_finite(unit), self.source.groups.sharing
         if self._parts.ranks.size == 1:
             return sharing.ask(not_finite)
-        with self.source.agreeing():
+        with self.source.waiting_for_ranks():
             not_finite = sharing.any(not_finite)
         return self._parts.ranks.ask(not_finite)
 
     def is_finite(self, vote: Vote) -> bool:
         """Wait for the vote of `start_vote`."""
-        with self.source.agreeing():
+        with self.source.waiting_for_ranks():
             return not vote.result()
 
     def stats(self, unit: Unit) -> list[GradStats]:
@@ -203,17 +203,17 @@ class Gradients:
         stats = unit.total.stats
         for part in [part for part, measured in stats.items() if measured is None]:
             stats[part] = self._measure(unit, part)
-        for part, measured in reversed(tuple(stats.items())):  # after the last one all are there, so there is one wait
-            if isinstance(measured, Coming):
-                stats[part] = self._counted(unit, part, measured.stats(self._counters))
+        for part, measured in reversed(tuple(stats.items())):  # when the last has arrived, all have: one wait is enough
+            if isinstance(measured, ArrivingStats):
+                stats[part] = self._share_of(unit, part, measured.stats(self._counters))
         return [measured for measured in stats.values() if isinstance(measured, GradStats)]
 
-    def _measure(self, unit: Unit, part: int) -> GradStats | Coming:
-        """Measure the present gradients of a part."""
+    def _measure(self, unit: Unit, part: int) -> GradStats | ArrivingStats:
+        """Measure the gradients of a part as they are now."""
         measured = unit.grads_store.measure(unit.grads, part, self._values(unit, part))
-        return self._counted(unit, part, measured) if isinstance(measured, GradStats) else measured
+        return self._share_of(unit, part, measured) if isinstance(measured, GradStats) else measured
 
-    def _counted(self, unit: Unit, part: int, stats: GradStats) -> GradStats:
+    def _share_of(self, unit: Unit, part: int, stats: GradStats) -> GradStats:
         """Return the share of a measurement that counts for the model's norm."""
         if not self.source.shares:
             return stats
@@ -240,13 +240,13 @@ class Gradients:
         A rank's sum is rounded once, so the order of units does not change it. On a rank that is alone, cutting blocks
         does not change it either.
         """
-        with self.source.agreeing():
+        with self.source.waiting_for_ranks():
             return math.sqrt(self._parts.ranks.sum(self.source.groups.sharing.sum(math.fsum(sums_sq))))
 
     # Reads from outside #
 
     def open(self, unit: Unit) -> torch.Tensor | None:
-        """Return the unit's gradients, to read or to change (`remeasure` follows); None while they have no room.
+        """Return the unit's gradients, to read or to change (then call `remeasure`); None while they have no room.
 
         Raises:
             InfinityError: they are not reduced over the ranks yet.
@@ -271,7 +271,7 @@ class Gradients:
             )
 
     def remeasure(self, unit: Unit) -> None:
-        """Measure the unit's gradients, which are in memory, again after a change from outside."""
+        """Measure the unit's gradients again, which a user has changed in memory."""
         stats = unit.total.stats
         for part in stats:
             stats[part] = self._measure(unit, part)
@@ -286,7 +286,7 @@ class Gradients:
         """Drop the gradients of these parameters, given as indices by unit.
 
         Raises:
-            InfinityError: others would stay, but the reduced gradients of a unit are one sum.
+            InfinityError: with several ranks, gradients of other parameters would stay, but ranks drop all or none.
         """
         if self.source.groups.all.size > 1:
             here = {unit: set(unit.total.step.present) for unit in self._units if unit.total.step is not None}

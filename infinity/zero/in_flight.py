@@ -1,4 +1,4 @@
-"""Updates, from the moment they are due until their values are in memory and written."""
+"""Follow each update from the moment it is due until its new values are in memory and written."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class InFlight:
     """The units whose updates are due, in the pipeline, or finished.
 
     Attributes:
-        finished: units whose updates are finished; the reader removes them.
+        finished: units whose updates are finished; the executor removes them.
         gradients_may_spill: whether a speculative update has stopped using its gradients, so that they may spill; the
-            reader resets it.
+            executor resets it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class InFlight:
 
     @property
     def due(self) -> list[Unit]:
-        """Units whose updates are due and not submitted, the longest due first."""
+        """Units whose updates are due and not submitted, the oldest first."""
         return [row for row in self._due if row.due is not None]
 
     @property
@@ -96,7 +96,7 @@ class InFlight:
             write: write the new parameters home, tile by tile as they are updated.
             next_use: position of the unit's next use; the lowest is updated first, unless a thread waits for another.
         """
-        # The home of a dirty unit is stale, and this update may overwrite only a part of it.
+        # The home of a dirty unit has old values, and the tiles of this update may be only a part of the unit.
         write = write and not row.params.is_dirty()
         with self._critical:
             self.open_host(row)
@@ -123,7 +123,7 @@ class InFlight:
         """Submit an update to the pipeline.
 
         Args:
-            before: the update's images of the undo log, by tile; None if the update is not speculative.
+            before: memory of the undo log for old values, by tile; None if the update is not speculative.
         """
         params = row.params
         grad, arriving = self._grads.take_for_update(row.grads)
@@ -251,7 +251,7 @@ class InFlight:
         self._close(row)
 
     def _close(self, row: Unit) -> None:
-        """Take an ended update off the row, and release its gradients and parameters. Raises if the update failed."""
+        """End a computed and written update: release its gradients and parameters. Raises if the update failed."""
         with self._critical:
             ticket, write = row.finish()
             self._submitted.pop(row, None)
@@ -266,7 +266,7 @@ class InFlight:
                 self._grads.keep_after_update(row.grads)
                 self.gradients_may_spill = True
             self._params.close_host(row.params, changed=ticket.chosen)  # a withdrawn update changes nothing
-            # Either raises if the update failed: the update is the transfer of `write`.
+            # Either call raises if the update failed, because the ticket is the transfer of the move `write`.
             if write is None:
                 ticket.result()
             else:
@@ -277,7 +277,7 @@ class InFlight:
 def _update_segment(
     layout: StateLayout, segment: Segment, param: torch.Tensor, grad: torch.Tensor, fields: Fields
 ) -> None:
-    """Update a segment of a unit on the device."""
+    """Update a segment of a unit whose states are on the device."""
     here, part = slice(segment.start, segment.stop), layout.narrow(fields, segment.start, segment.stop)
     update_on_device(
         segment.rule,

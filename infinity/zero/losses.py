@@ -19,7 +19,7 @@ from infinity.config import Config
 from infinity.errors import InfinityError, NonFiniteError, UnscaledLossError
 from infinity.optim.loss_scale import LossScale
 from infinity.telemetry import Counters, StallCause
-from infinity.tiers.norms import Coming, Norms
+from infinity.tiers.norms import ArrivingStats, Norms
 from infinity.zero.ranks import Ranks
 
 
@@ -86,7 +86,7 @@ class Losses:
         self._early = early
         self._counters = counters
         self._norms = norms
-        self._coming: tuple[int, Coming] | None = None  # the step whose loss is being measured
+        self._coming: tuple[int, ArrivingStats] | None = None  # the step whose loss is being measured
 
     def scale(self, loss: torch.Tensor, *, whole_step: bool = False) -> torch.Tensor:
         """Return the tensor to call `backward()` on: the loss divided by `count`, and in fp16 times the loss scale.
@@ -154,7 +154,7 @@ class Losses:
         with self._counters.stalled(StallCause.COLLECTIVE):
             return not self._ranks.any(not finite)
 
-    def share_out(self, grad: torch.Tensor | None, backward_pass: int) -> None:
+    def scale_gradient(self, grad: torch.Tensor | None, backward_pass: int) -> None:
         """Scale a gradient in place as if the loss had been scaled here.
 
         Args:

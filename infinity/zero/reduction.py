@@ -70,7 +70,7 @@ class Direct:
     """One rank: each parameter's gradient goes to its unit separately. The methods are those of `Reduction`."""
 
     groups = Groups()
-    flags_late = False
+    flags_at_end = False
     has_unreduced = False
 
     def __init__(self, units: Sequence[Unit], parts: ModelParts) -> None:
@@ -105,7 +105,7 @@ class Direct:
     def measured(self, unit: UnitLayout, part: int, stats: GradStats, values: torch.Tensor) -> GradStats:
         return replace(stats, sum_sq=stats.sum_sq * self._parts.share(unit.params[part].name))
 
-    def agreeing(self) -> AbstractContextManager[None]:
+    def waiting_for_ranks(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -163,7 +163,7 @@ class Reduction:
         update_rules: returns the present update rules of the parameter groups.
 
     Attributes:
-        flags_late: whether `flagged`, at the end of the pass, names the parameters with a gradient, instead of each
+        flags_at_end: whether `flagged`, at the end of the pass, names the parameters with a gradient, instead of each
             addend.
         shares: other parts of the model hold some of the parameters, too, so `measured` must correct for them.
         groups: the ranks that share a sum, and the replicas that have the same shard.
@@ -189,7 +189,7 @@ class Reduction:
             unit.total.flags, self._count = slice(self._count, stop), stop
             unit.total.early = unit.layout.trainable_numel > 0 and unit.index not in shared
         self._rules = rules
-        self.flags_late = not rules.flags_early
+        self.flags_at_end = not rules.flags_early
         self._device = device
         self._scratch = scratch_on(device, read_late=rules.streams)
         self._counters = counters
@@ -227,7 +227,7 @@ class Reduction:
     def take(self, unit: Unit, index: int, grad: torch.Tensor) -> Addend | None:
         """Collect a parameter's gradient. Return the gradients that are to be added at once."""
         total, place = unit.total, unit.layout.params[index]
-        if not self.flags_late and unit in self._order.skipped:
+        if not self.flags_at_end and unit in self._order.skipped:
             raise InfinityError(
                 f"a gradient of `{place.name}` has come, but this rank has not run its module in "
                 "this pass, and other ranks may have updated it already: read it in the model's forward, or "
@@ -271,7 +271,7 @@ class Reduction:
         early = set(self._order.order)
         mine = torch.tensor([unit.index for unit in order if unit in early], dtype=torch.int64, device="cpu")
         known[: len(mine)] = mine
-        with self.agreeing():
+        with self.waiting_for_ranks():
             self.groups.all.broadcast(known)
         self._order.learn(self._units[int(index)] for index in known if index >= 0)
 
@@ -361,7 +361,7 @@ class Reduction:
             if unit.total.collected is not None or (self._last and unit.total.pending_sum is not None):
                 left[unit.index] = 1
         present = self._no_flags()[:0]
-        if self.flags_late:
+        if self.flags_at_end:
             for index in left.nonzero():
                 unit = self._units[int(index)]
                 self._note(unit, unit.total.unreduced)
@@ -370,7 +370,7 @@ class Reduction:
         update_rules = checksum_flags(zlib.crc32(repr(self._update_rules()).encode()))
         suits = torch.tensor([not self._order.suits], dtype=torch.uint8, device="cpu")
         flags = torch.cat([left, present, path, update_rules, suits])
-        with self.agreeing():
+        with self.waiting_for_ranks():
             self.groups.all.any_of(flags).wait()
         sizes = [count, len(present), len(path), len(update_rules), 1]
         left, present, path_of_all, rules_of_all, unsuited = flags.split(sizes)
@@ -382,7 +382,7 @@ class Reduction:
             )
         if not torch.equal(rules_of_all, update_rules):  # each rank would update its shard by its own rule
             agree(self.groups.all, {"optimizer": optimizer_facts(self._update_rules(), {})}, _RATE_ADVICE)
-        if self.flags_late:
+        if self.flags_at_end:
             self._present = present
         return [self._units[int(index)] for index in left.nonzero()], not bool(unsuited)
 
@@ -396,7 +396,7 @@ class Reduction:
 
     def flagged(self) -> Iterator[tuple[Unit, list[int]]]:
         """Yield parameters with a gradient on some rank in the finished pass, by unit, unless addends named them."""
-        if not (self._reduces and self.flags_late):
+        if not (self._reduces and self.flags_at_end):
             return
         for unit in self._units:
             indices = [int(index) for index in self._present[unit.total.flags].nonzero()]
@@ -440,7 +440,7 @@ class Reduction:
 
     def _send_flags(self, unit: Unit, indices: set[int]) -> tuple[torch.Tensor | None, tuple[Pending, ...]]:
         """Return which parameters have a gradient on this rank and, after the pending exchange, on some rank."""
-        if self.flags_late:
+        if self.flags_at_end:
             self._note(unit, indices)
             return None, ()
         present = torch.zeros(2, len(unit.layout.params), dtype=torch.uint8, device="cpu")
@@ -477,7 +477,7 @@ class Reduction:
             yield from self._complete(complete)
 
     def _wait_for(self, reduction: _PendingReduction) -> None:
-        with self.agreeing():
+        with self.waiting_for_ranks():
             for pending in reduction.pending:
                 pending.wait()
 
@@ -504,7 +504,7 @@ class Reduction:
                 elsewhere += (1 - share) * float(values[here.shard].double().square().sum())
         return replace(stats, sum_sq=stats.sum_sq - elsewhere)
 
-    def agreeing(self) -> AbstractContextManager[None]:
+    def waiting_for_ranks(self) -> AbstractContextManager[None]:
         """Count the time of a wait for the other ranks."""
         return self._counters.stalled(StallCause.COLLECTIVE)
 

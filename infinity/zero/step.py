@@ -5,10 +5,10 @@ layer-major micro-batches, a pipeline's schedule, and a plain `loss.backward()`.
 
 [Note: interrupts]
 Ctrl-C can come between any two lines, also within `except` and `finally`, so no state may depend on reaching a line.
-The running pass is stored in `_pass`. If the next operation finds a pass there, it was interrupted, and is then
-aborted. A due update cannot be rolled back. So if the next operation finds phase UPDATE, or finds that only some units
-of a step are updated, the engine is poisoned (FAILED). All counts of a step change in one assignment, so that an
-interrupt leaves either the old ones or the new ones.
+The running pass is stored in `_pass`. If the next operation finds a pass there, that pass was interrupted, and is then
+aborted. Only speculative updates can be rolled back. So if the next operation finds phase UPDATE, or finds that only
+some units of a step are updated, the engine is poisoned (FAILED): it refuses to train. All counts of a step change in
+one assignment, so that an interrupt leaves either the old ones or the new ones.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Pass:
     Attributes:
         before: the phase before it.
         last: whether it is the last backward pass of a step.
-        scope: for a backward pass that autograd runs without the engine's `backward`: its contexts, closed at its end.
+        scope: the open contexts of a *direct* backward pass, which autograd runs without the engine's `backward`.
         number: autograd's number of a backward pass.
     """
 
@@ -92,7 +92,7 @@ class Step(Listener):
         keeper: commits every step on NVMe, if configured.
         at_end: called at the end of each step, if set.
         all_units: the rows of all units.
-        forward_end: where in the graph the last forward pass ended.
+        forward_end: the position in autograd's graph at which the last forward pass ended.
     """
 
     def __init__(self, model: nn.Module, config: Config, runtime: Runtime, optimizer: TieredOptimizer) -> None:
@@ -111,7 +111,7 @@ class Step(Listener):
         self.phase = Phase.IDLE
         self._failure = ""
         self._pass: _Pass | None = None
-        self._pass_failed = False  # the last backward pass failed, and its gradients were not dropped by the user
+        self._pass_failed = False  # the last backward pass failed, and `drop` was not called since
         self._optimizer = optimizer
         self._update_rules: list[Rule] = []  # rules of each group when the step's updates began
         self.forward_end = GraphPosition.now()
@@ -142,7 +142,7 @@ class Step(Listener):
             self.layer_major = LayerMajor(model, runtime.partition, runtime.link.device)
         self.keeper: StepKeeper | None = None
         self.at_end: Callable[[], None] | None = None
-        self._only_evaluates = not any(unit.trainable_numel for unit in runtime.partition.units)
+        self._only_evaluates = not any(unit.trainable_numel for unit in runtime.partition.units)  # all are frozen
         self.all_units = frozenset(self._executor.units)
 
     def _watch(self, model: nn.Module) -> Hooks:
@@ -178,7 +178,7 @@ class Step(Listener):
 
     def continue_from(self, before: Step) -> None:
         """Continue with the counts and states of the closed `Step` of the same model."""
-        self.counter = before.counter  # includes micro-batches whose gradients were dropped
+        self.counter = before.counter  # its counts include micro-batches whose gradients were dropped
         self.last.continue_from(before.last)
         self.lr_scheduler, self.at_end = before.lr_scheduler, before.at_end
 
@@ -344,14 +344,14 @@ class Step(Listener):
                 self.abort(error)
                 raise
             if not training:
-                self._meet_ranks("the end of the evaluation")
+                self._gather_remaining("the end of the evaluation")
                 if before is not Phase.FORWARD:
                     self._ranks.path.end()
                 self._back_to(before, learn=self._only_evaluates)
         self._pass = None
 
-    def _meet_ranks(self, why: str) -> None:
-        """Gather all stale units on all ranks, because another collective follows the forward pass: `why`, in words."""
+    def _gather_remaining(self, why: str) -> None:
+        """Gather the updated units that this rank has not used, before the next collective of all ranks: `why`."""
         with self.stopped_by_failures():
             self._executor.gather_preceding()
             self._ranks.path.mark(why)
@@ -397,9 +397,9 @@ class Step(Listener):
 
     def check_finite(self, loss: torch.Tensor) -> None:
         """Check that the loss is finite under the `backward` schedule, which updates before all gradients are known."""
-        self._meet_ranks("the loss")
+        self._gather_remaining("the loss")
         try:
-            self.losses.check(loss, self.counter.counts.global_steps, late=self.counter.is_whole_step)
+            self.losses.check(loss, self.counter.counts.global_steps, late=self.counter.single_pass)
         except NonFiniteError:
             self._pass_failed = True
             if self._pass is None and self.phase is Phase.FORWARD:
@@ -415,7 +415,7 @@ class Step(Listener):
                 "parameters already. Call step() after each, set gradient_accumulation_steps, or set the schedule to "
                 '"deferred", which adds their gradients up'
             )
-        self._meet_ranks("the backward pass")
+        self._gather_remaining("the backward pass")
         self._optimizer.check_groups()
         self._optimizer.check_frozen()
         if self._pass_failed:
@@ -435,7 +435,7 @@ class Step(Listener):
             # after a forward pass without the engine, gradients of any unit may come in parts
             in_parts = self.hooks.in_parts() if before is Phase.FORWARD else self.all_units
         self._update_rules = self._optimizer.rules()
-        self.updates.begin_backward(last=last, in_parts=in_parts, early=self.counter.is_whole_step)
+        self.updates.begin_backward(last=last, in_parts=in_parts, single_pass=self.counter.single_pass)
         # Uses are unknown if forward passes may run within backward.
         uses = None if in_parts == self.all_units else self._executor.cycle.recorded
         self.gradients.begin_backward(last=last, uses=uses)
@@ -722,7 +722,7 @@ class Step(Listener):
         if running is not None and running.scope is not None:
             if self.layer_major is not None:
                 raise InfinityError(USE_TRAIN_BATCH)
-            self.losses.share_out(param.grad, running.number)
+            self.losses.scale_gradient(param.grad, running.number)
         addend = self.gradients.take(unit, index, param)
         if addend is not None:
             self.updates.add(addend)

@@ -56,8 +56,8 @@ class StepCounter:
         return self.synchronises and (counted if self.boundary is None else self.boundary)
 
     @property
-    def is_whole_step(self) -> bool:
-        """Whether every micro-batch is a step by itself."""
+    def single_pass(self) -> bool:
+        """Whether each step has one backward pass, because every micro-batch is a step by itself."""
         return self._per_step == 1 and self.boundary is None
 
     @property

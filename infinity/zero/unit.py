@@ -42,7 +42,7 @@ class OldParams(Enum):
     SLOTS = auto()  # in the other of their two slots on NVMe
     STATES = auto()  # not stored: reconstructed from the two versions of the optimizer states on NVMe
     IMAGES = auto()  # in the undo log, in host memory
-    NOWHERE = auto()
+    NOWHERE = auto()  # not at all, so that no update of the unit can be speculative
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class SpeculativeUpdate:
     """A speculative update, submitted or finished.
 
     Attributes:
-        segments: the whole update, which only the tiles in `tiles` get. Empty if it must be rolled back.
+        segments: the update of the whole unit. Empty if the update must be rolled back.
+        tiles: the tiles that are updated now; the others are updated after the commit.
     """
 
     segments: tuple[Segment, ...]
@@ -64,7 +65,7 @@ class ExpectedUpdate:
     """The expected update of a unit.
 
     Attributes:
-        may_drop_grads: whether the memory of the gradients may be freed, because only a request would read them again.
+        may_drop_grads: whether the memory of the gradients may be freed, because their norm is known.
     """
 
     segments: tuple[Segment, ...]
@@ -73,7 +74,7 @@ class ExpectedUpdate:
 
 @dataclass(slots=True)
 class StepTotal:
-    """A unit's gradients of this step so far: parameters that have one, and the measurements."""
+    """A unit's gradients of this step: which parameters have one, and the norms of the parts that were added."""
 
     present: set[int] = field(default_factory=set)
     stats: Measures = field(default_factory=dict)
@@ -148,15 +149,15 @@ class Collected:
 
 @dataclass(slots=True)
 class UnitTotal:
-    """The gradients of a unit so far. If ranks reduce them, see also reduction.py.
+    """The gradients of a unit in the step so far. If ranks reduce them, see also reduction.py.
 
     Attributes:
         trained: the number of its trained parameters.
         gaps: ranges of its buffer that no addend fills.
-        step: None before the step's first gradient, and after the hand-over to an update.
+        step: None before the step's first gradient, and from the submission of the update on.
         collected: gradients that are not reduced yet; None if there are none.
         partial: the group's sum so far, if its replicas add up once a step.
-        early: it is reduced when backward leaves its only module; the others are reduced at the end of the pass.
+        early: whether the unit is reduced as soon as backward has left its only module, not at the end of the pass.
         flags: place of its parameters among those of all units.
     """
 
@@ -177,7 +178,8 @@ class UnitTotal:
     def stats(self) -> Measures:
         return {} if self.step is None else self.step.stats
 
-    def begun(self) -> StepTotal:
+    def open_step(self) -> StepTotal:
+        """Return `step`, after the step's first gradient a new one."""
         if self.step is None:
             self.step = StepTotal()
         return self.step
@@ -232,7 +234,7 @@ class Unit(UnitState):
         begun: tiles that already have the update in `due`.
         write: the move with which the update of `ticket` writes the new parameters home; None if it does not.
         keeps_grads: whether the gradients of that update may be needed again, because it may be rolled back.
-        expected: the expected update, while the scheduler decides whether it may be speculative.
+        expected: the expected update, while the scheduler and `Speculation` decide whether it is speculative.
     """
 
     __slots__ = (

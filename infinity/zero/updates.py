@@ -3,12 +3,12 @@
 [Note: update schedules]
 `backward`: a unit is updated as soon as its gradients are final, during the rest of the backward pass. If updates
 cannot keep up, those of the units that the next forward pass uses last run during that pass.
-`deferred`: once the global norm is known, unit by unit as the next forward pass fetches them.
+`deferred`: once the global norm is known, unit by unit under the next forward pass, which fetches the units.
 `speculative`: as `deferred`, but while recent steps neither clipped nor skipped, updates run speculatively during
 backward, see [Note: speculative updates] in speculation.py.
 `barrier`: all updates run inside `step()`.
 
-All schedules give the same numbers. `backward` cannot wait for the global norm, so it serves training without clipping.
+All schedules give the same weights. `backward` cannot wait for the global norm, so it cannot clip.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from infinity.zero.ranks import Vote
 from infinity.zero.reduction import Addend
 from infinity.zero.unit import Unit, UnitPass
 
-_OPEN_VOTES = 1  # units that the ranks may be voting on while they compute on
+_OPEN_VOTES = 1  # units on which the ranks vote (are their gradients finite?) while they compute on
 
 RuleOf = Callable[[int, int, float], Rule]  # (parameter group, step, gradient scale)
 
@@ -88,24 +88,24 @@ class Updates:
         self._schedule = schedule
         self._max_norm = max_norm
         self._losses = losses
-        self._sums_sq: list[float] = []  # of the units updated so far in this step, under `backward`
-        # Units with final gradients, perhaps still on their way to the host; with the ranks' vote, once it has begun.
+        self._sums_sq: list[float] = []  # for the norm: of the units updated so far in this step, under `backward`
+        # Units with final gradients, perhaps still on their way to the host, and the ranks' vote on each, once begun.
         self._final: dict[Unit, Vote | None] = {}
         self._update_order: list[int] = []  # units in the order of their updates, probably that of the next step, too
-        self._early = True
+        self._single_pass = True
         self._foresight = Foresight()
         self.under_way = False  # the step's updates have begun and have not ended
         self.steps: dict[str, int] = {}  # number of updates of each parameter, by name
 
-    def begin_backward(self, *, last: bool, in_parts: frozenset[Unit] = frozenset(), early: bool = True) -> None:
+    def begin_backward(self, *, last: bool, in_parts: frozenset[Unit] = frozenset(), single_pass: bool = True) -> None:
         """Begin a backward pass.
 
         Args:
             last: the gradients of the step are final after it.
             in_parts: units whose gradients are complete only at its end.
-            early: each gradient is final on arrival, because the step has one pass.
+            single_pass: the step has one pass, so each gradient is final on arrival.
         """
-        self._early = early
+        self._single_pass = single_pass
         self._pass_rules.clear()
         for unit in self._executor.units:
             unit.running = UnitPass(unit in in_parts)
@@ -165,9 +165,9 @@ class Updates:
             if self._gradients.alone:
                 self._update_due()
             else:
-                self._update_due(len(self._due) - self._gradients.lag, leave=_OPEN_VOTES)
+                self._update_due(len(self._unvoted) - self._gradients.lag, open_votes=_OPEN_VOTES)
         elif self._schedule is UpdateSchedule.SPECULATIVE:
-            # On all ranks alike: whether an update is speculative depends on a rank's own memory and drives.
+            # On all ranks, although each decides by its own memory and drives whether its update is speculative.
             self._executor.gathering.changed(unit)
             if self._foresight.speculates:
                 self._speculate(unit)
@@ -196,12 +196,12 @@ class Updates:
         self._update_due(len(self._final))
 
     @property
-    def _due(self) -> list[Unit]:
+    def _unvoted(self) -> list[Unit]:
         """Units with final gradients on which the ranks do not vote yet."""
         return [unit for unit, vote in self._final.items() if vote is None]
 
-    def _update_due(self, least: int = 0, leave: int = 0) -> bool:
-        """Update due units whose gradients have arrived. Return whether any was updated.
+    def _update_due(self, await_units: int = 0, open_votes: int = 0) -> bool:
+        """Update units with final gradients that have arrived. Return whether any was updated.
 
         Several ranks vote on whether the gradients of a unit are finite. They must start each vote at the same point,
         so they start it a fixed number of units later, when the gradients have probably arrived. They compute on during
@@ -209,12 +209,12 @@ class Updates:
         as its gradients have arrived.
 
         Args:
-            least: block for the gradients of this many units, the oldest first.
-            leave: how many votes may still be open at the end.
+            await_units: block for the gradients of this many units, the oldest first.
+            open_votes: how many votes may still be open at the end.
         """
         updated = False
-        for done, unit in enumerate(self._due):
-            if done >= least and not (self._gradients.alone and unit.grads_store.has_come(unit.grads)):
+        for done, unit in enumerate(self._unvoted):
+            if done >= await_units and not (self._gradients.alone and unit.grads_store.has_come(unit.grads)):
                 break
             self._losses.check_late()
             if self._gradients.alone:
@@ -225,15 +225,15 @@ class Updates:
                 self._final[unit] = self._gradients.start_vote(unit)
                 updated |= self._update_voted(_OPEN_VOTES)
             self._executor.poll()  # upload updates that ended while this thread waited
-        return self._update_voted(leave) or updated
+        return self._update_voted(open_votes) or updated
 
-    def _update_voted(self, leave: int = 0) -> bool:
-        """Update the units that the ranks have voted on, except the last `leave`. Return whether any was updated."""
+    def _update_voted(self, open_votes: int = 0) -> bool:
+        """Update the units that the ranks vote on, except the last `open_votes`. Return whether any was updated."""
         voted = [(unit, vote) for unit, vote in self._final.items() if vote is not None]
-        for unit, vote in voted[: len(voted) - leave]:
+        for unit, vote in voted[: len(voted) - open_votes]:
             del self._final[unit]
             self._update_final(unit, finite=self._gradients.is_finite(vote))
-        return len(voted) > leave
+        return len(voted) > open_votes
 
     def _update_final(self, unit: Unit, *, finite: bool) -> None:
         if not finite:
@@ -249,15 +249,15 @@ class Updates:
         self._update(unit, self._segments(unit, 1.0))
 
     def add(self, addend: Addend) -> None:
-        """Add these gradients to their unit's. Block until they have room.
+        """Add these gradients to those of their unit. Block until they have room.
 
         Raises:
             CapacityError: the budget cannot give the room.
         """
         self._executor.prepare_for_gradients(addend.unit)
-        due = self._gradients.sum_on_device(addend) if self._gradients.sums_on_device else addend
-        if due is not None and not self._gradients.try_add(due):
-            self._add_with_room(due)
+        for_host = self._gradients.sum_on_device(addend) if self._gradients.sums_on_device else addend
+        if for_host is not None and not self._gradients.try_add(for_host):
+            self._add_with_room(for_host)
 
     def _add_with_room(self, addend: Addend) -> None:
         """Add gradients that the device does not sum. Make room for them if there is none."""
@@ -273,10 +273,10 @@ class Updates:
     def _make_room(self, unit: Unit) -> bool:
         """Free memory for the unit's gradients. Return False if there is none to free.
 
-        First try what this rank can do alone: a spill, or a wait. All ranks must update due units together. So do that
-        only if open gradients use up the capacity, because this happens on all ranks alike.
+        First try what this rank can do alone: a spill, or a wait. All ranks must vote and update together. So do that
+        only if the gradients of other units use up the capacity, because this happens on all ranks alike.
         """
-        if self._gradients.alone and self._update_due(least=1):
+        if self._gradients.alone and self._update_due(await_units=1):
             return True
         if self._executor.free_gradients(unit):
             return True
@@ -285,10 +285,10 @@ class Updates:
         if self._executor.in_flight.is_busy:
             self._executor.drain()
             return True
-        return self._update_voted() or self._update_due(least=1) or self._update_early()
+        return self._update_voted() or self._update_due(await_units=1) or self._update_early()
 
     def _update_early(self) -> bool:
-        """Update the parameters of a unit whose gradients have come, although some have not.
+        """Update those parameters of a unit whose gradients have come, although other gradients of it have not.
 
         The others may never come (experts without a token), or are applied by a second update. Each parameter's
         gradient comes once in a pass, so no parameter is updated twice.
@@ -297,7 +297,7 @@ class Updates:
             False if no gradient is final yet.
         """
         waiting = [unit for unit in self._gradients.units_with_gradients() if not unit.running.in_parts]
-        final = self._schedule is UpdateSchedule.BACKWARD and self._gradients.last_pass and self._early
+        final = self._schedule is UpdateSchedule.BACKWARD and self._gradients.last_pass and self._single_pass
         if not final or not waiting:
             return False
         self.gradients_final(waiting[-1])  # backward probably reached it first
@@ -311,8 +311,8 @@ class Updates:
         if unit.spills:
             self._executor.gradients_pause()
 
-    def local_values(self, unit: Unit) -> torch.Tensor:
-        """Return the unit's gradients, to read or to change (`remeasure` follows).
+    def local_gradients(self, unit: Unit) -> torch.Tensor:
+        """Return this rank's gradients of the unit, to read or to change (`remeasure` follows).
 
         Raises:
             InfinityError: they are not reduced over the ranks yet, or have no room.
@@ -326,7 +326,7 @@ class Updates:
 
     def remeasure(self, unit: Unit) -> None:
         """Measure gradients again that were changed from outside."""
-        self.local_values(unit)
+        self.local_gradients(unit)
         self._gradients.remeasure(unit)
         self.pause(unit)
 
@@ -393,7 +393,7 @@ class Updates:
         for index in indices:
             name = unit.layout.params[index].name
             self.steps[name] = self.steps.get(name, 0) + 1
-        unit.total.step = None  # the present gradients belong to the update
+        unit.total.step = None  # the update has the gradients now
         if unit.speculated == segments:
             self._executor.commit(unit, indices)
         else:
@@ -403,7 +403,7 @@ class Updates:
         """Return the unit's update: runs of neighbouring parameters that have a gradient, the same group and the same
         step count, cut to this rank's shard.
 
-        A parameter without a gradient in this step is left alone, as torch does: no decay, no step.
+        As in torch, a parameter without a gradient in this step gets no update: no weight decay, no step count.
         """
         layout, present = unit.layout, unit.total.present
         runs: list[tuple[int, int, int, int]] = []  # start, stop, group, step

@@ -101,8 +101,8 @@ class _Inline(UpdatePipeline):
                 reached(ticket.reached)
         ticket.computed.result()
 
-    def _send(self, errand: Callable[[], None]) -> None:
-        errand()
+    def _run_in_worker(self, task: Callable[[], None]) -> None:
+        task()
 
     def _park(self) -> None:
         if self._queue:

@@ -11,7 +11,7 @@ import infinity
 from infinity.kernels import GradStats
 from infinity.tiers import AcceleratorLink, link
 from infinity.tiers.grads import Arrival
-from infinity.tiers.norms import Coming
+from infinity.tiers.norms import ArrivingStats
 from tests.behaviour.reference import Placement, Recipe
 from tests.device import simdev
 from tests.device.training import CRAWL, SPEEDS, engine_on, tiny, train_here
@@ -78,7 +78,7 @@ def downloads_are_used_before_they_are_done() -> None:
 def gradients_are_used_before_they_are_done() -> None:
     Arrival.has_come = lambda self: True
     Arrival.result = lambda self: None
-    Coming.stats = lambda self, counters: GradStats(1.0, finite=True)
+    ArrivingStats.stats = lambda self, counters: GradStats(1.0, finite=True)
 
 
 def gradients_are_given_back_under_downloads() -> None:
