@@ -1,15 +1,16 @@
 """Decide which units are fetched, evicted and updated, and whose gradients spill: events in, actions out.
 
 [Note: actions]
-`on(event)` yields actions one at a time. The executor finishes each action before it asks for the next one, and the
-rows show the result. For example, a unit is still STORED after `Fetch` if there was no memory for it. So each decision
-sees the state after the last action, and waiting is an action, too. The scheduler sees no tensor, file, thread or
-clock. Equal events and equal rows give equal actions: in training, in `infinity plan` and in tests.
+A *row* is the state of one unit. `on(event)` yields actions one at a time. The executor finishes each action before it
+asks for the next one, and the rows show the result. For example, a unit is still STORED after `Fetch` if there was no
+memory for it. So each decision sees the state after the last action, and waiting is an action, too. The scheduler sees
+no tensor, file, thread or clock. The same events and rows give the same actions: in training, in `infinity plan` and
+in tests.
 
 [Note: what is evicted]
-The plan expects a step like the last one. For each use of a unit, it lists the units to evict and to prefetch. These
+The plan expects a cycle like the last one. For each use of a unit, it lists the units to evict and to prefetch. These
 actions run in order. An action that must wait, for memory or until a unit is unpinned, delays all later ones. It is
-tried again when memory may be free. A unit that the plan does not foresee is fetched when it is needed, and the least
+tried again when memory may be free. A unit that the plan does not expect is fetched when it is used, and the least
 recently used unit is evicted for it.
 
 [Note: blocked updates]
@@ -34,7 +35,7 @@ from infinity.schedule.unit_state import Residency, UnitState
 from infinity.tiers.copies import State
 
 _STORED, _RESIDENT = Residency.STORED, Residency.RESIDENT  # an Enum look-up takes 0.2 us
-_NOW = -1  # before every use: the plan evicts this unit next, which must wait for the end of its update
+_NOW = -1  # a next use before all others, for a unit that the plan evicts next: its update must end before
 
 
 def free_slots_wanted(slots: int) -> int:
@@ -49,8 +50,8 @@ class Scheduler:
     """The rows of all units, and the decisions about them.
 
     Args:
-        rows: of all units.
-        cycle: the recorded uses and the plan.
+        rows: by index of the unit.
+        cycle: the uses in the running cycle (one forward and backward pass), and the plan that it follows.
         budget: the ledger of memory for units that are evicted and fetched; the executor updates it.
         advice: takes a number of bytes, and returns a sentence that names the setting to raise by it.
         gradient_slots: number of slots. A slot is memory for the gradients of any one of the units that may spill.
@@ -100,7 +101,7 @@ class Scheduler:
 
     @property
     def waits_for_memory(self) -> bool:
-        """Whether an action of the plan or an update waits for memory: `MemoryFreed` must follow each poll."""
+        """Whether an action of the plan or an update waits for memory, so that `MemoryFreed` must follow each poll."""
         return bool(self.planned or self.blocked)
 
     # Cycles #
@@ -117,16 +118,16 @@ class Scheduler:
 
     def _use(self, event: actions.UseBegins) -> Actions:
         row = event.unit
-        step = self.cycle.use(row)  # the plan's step
-        if step is None:
+        plan_step = self.cycle.use(row)
+        if plan_step is None:
             if not self.cycle.follows_plan:
                 self.planned.clear()
-        elif step.before is not None:
-            self.planned.extend(("evict", victim) for victim in step.before)
+        elif plan_step.before is not None:
+            self.planned.extend(("evict", victim) for victim in plan_step.before)
             yield from self._follow_plan()
         yield from self._bring(row)
-        if step is not None:
-            self.planned.extend(step.actions)
+        if plan_step is not None:
+            self.planned.extend(plan_step.actions)
             yield from self._follow_plan()
 
     def _memory_freed(self, _: actions.MemoryFreed) -> Actions:
@@ -163,7 +164,7 @@ class Scheduler:
         self._arrived(row)
 
     def _bring_old(self, row: UnitState) -> Actions:
-        """Bring the unit's parameters into memory, without its update if one is due."""
+        """Bring the unit's parameters into memory, without running its update if one is due."""
         yield from self._fetch_now(row)
         yield actions.AwaitFetch(row)
         self._arrived(row)
@@ -286,13 +287,12 @@ class Scheduler:
                     return
 
     def _write_and_next_use(self, row: UnitState) -> tuple[bool, int]:
-        """Return whether the unit's update is written home, and the position of the unit's next use in the plan."""
+        """Return `write` and `next_use` for the unit's update, see `actions.Submit`."""
         next_use = _NOW if self.cycle.is_evicted_next(row) else self.cycle.first_use(row)
         return self.cycle.may_be_evicted(row) or self.writes_updates(row), next_use
 
     def writes_updates(self, row: UnitState) -> bool:
-        """Whether each update of the unit is written: for crash consistency, or because a rollback needs the old
-        version."""
+        """Whether each update of the unit is written, for crash consistency or because a rollback needs both slots."""
         return self._writes_all or (self._writes_unreconstructable and not row.is_reconstructable)
 
     # Gradients #

@@ -489,7 +489,7 @@ class Rank(Performer):
             self._foresee(row)
             if self._speculates and self.speculate(row, self._due(row, clips=False)):
                 self._update_order.append(row.index)
-                self._foresight.tried()
+                self._foresight.speculated()
         self.grads.pause(row)
         if row.spills:
             self.do(actions.GradientsPause())
@@ -501,7 +501,7 @@ class Rank(Performer):
     def _drop(self) -> None:
         """The step's gradients are nothing any more."""
         if self.roll_back_all(grads=False):
-            self._foresight.disturbed()
+            self._foresight.rolled_back()
         for row in [self.rows[unit] for unit in self._added]:
             if (
                 not row.gradients_are_used

@@ -178,7 +178,7 @@ class Updates:
         if self._executor.speculate(unit, segments, may_drop_grads=self._gradients.are_measured(unit)):
             self._update_order.append(unit.index)
             unit.running.updated = True
-            self._foresight.tried()
+            self._foresight.speculated()
 
     def roll_back(self, *, grads: bool = True) -> None:
         """Roll back this step's speculative updates, because a caller reads the old values. The updates run later.
@@ -187,7 +187,7 @@ class Updates:
             grads: restore the gradients; False if the step's gradients are about to be dropped.
         """
         if self._executor.roll_back_all(grads=grads):
-            self._foresight.disturbed()
+            self._foresight.rolled_back()
 
     def _all_final(self) -> None:
         """Update all units that have gradients and are not updated yet."""

@@ -716,7 +716,7 @@ def test_updates_are_speculative_after_quiet_steps() -> None:
     for quiet in [False, True, True, False, True, True, True, True, True]:
         ran.append(foresight.speculates)
         if foresight.speculates:
-            foresight.tried()
+            foresight.speculated()
         foresight.after_step(quiet=quiet)
     #              clipped, quiet; ahead, ahead and wrong; two quiet ones, ahead
     assert ran == [False, False, True, True, False, False, True, True, True]
