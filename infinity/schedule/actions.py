@@ -115,8 +115,7 @@ class _Submission(_UnitAction):
 
     Attributes:
         write: whether to write the new parameters home, tile by tile as they are updated.
-        next_use: position of the unit's first use in the next cycle; negative if the plan evicts the unit now. Among
-            updates that no thread waits for, the lowest goes first.
+        next_use: position of the unit's next use; negative if the plan evicts it now. The lowest is updated first.
     """
 
     write: bool

@@ -298,10 +298,7 @@ class Scheduler:
     # Gradients #
 
     def _free_gradients(self, row: UnitState) -> Generator[Action, None, bool]:
-        """Free memory for the unit's gradients, by a spill or by waiting for an update.
-
-        Return False if none can be freed.
-        """
+        """Free memory for the unit's gradients, by a spill or a wait for an update. Return False if neither can."""
         if row.is_updated_on_device:
             return False
         if row.spills and not row.gradients_are_used:

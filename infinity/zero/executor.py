@@ -3,10 +3,9 @@
 No other file calls `Params.fetch_start` or `Params.evict`.
 
 [Note: what the compute thread waits for]
-`enter` returns when the units are resident, up to date and unsharded. All other operations are only started. Each
-`enter` and `leave` calls `poll`, which checks whether they have ended: a finished update releases its gradients and its
-pin, and the scheduler is told that memory may be free. The thread blocks for memory only if a unit that it needs now
-has none.
+`enter` returns when the units are resident, up to date and unsharded. All other operations are only started. `enter`
+and `leave` call `poll`, which checks whether they have ended: finished updates release their gradients and pins, and
+the scheduler is told that memory may be free. The thread blocks for memory only if a unit that it needs now has none.
 
 [Note: what a parameter shows]
 A model parameter is a view of its unit's memory while the unit is resident, up to date and unsharded. At all other
@@ -62,8 +61,7 @@ class Executor:
     Attributes:
         gathering: unshards units that several ranks share.
         speculation: the speculative updates.
-        step_is_over: whether `step()` has ended. Until then updated units stay hidden, because torch, too, changes
-            parameters only in `step()`.
+        step_is_over: whether `step()` has ended. Before that, updated units stay hidden: torch shows new values then.
     """
 
     def __init__(
@@ -141,7 +139,7 @@ class Executor:
         return action is not None
 
     def gather_preceding(self, unit: Unit | None = None) -> None:
-        """Gather the units that all ranks gather before this one; with None, before another collective."""
+        """Gather the updated units that all ranks gather before this one; with None, before another collective."""
         for other in self.gathering.preceding(unit):
             self._report(actions.ParametersNeeded(other))
             self.gathering.gather(other)
@@ -165,7 +163,7 @@ class Executor:
                 raise
 
     def leave(self, units: Sequence[Unit]) -> None:
-        """Allow eviction of the units again."""
+        """End uses: unpin the units, and poll completions."""
         for unit in units:
             unit.params.compute_copy.unpin()
         if self.gathering.has_shared_units:
@@ -254,6 +252,7 @@ class Executor:
         """Update the unit once its parameters are in memory: now, or after their fetch.
 
         Args:
+            segments: the elements of this rank's shard to update, with their rules.
             indices: indices of the parameters that the update changes. The running pass may still use the others.
         """
         self.in_flight.add_due(unit, segments)
@@ -346,16 +345,13 @@ class Executor:
             self.poll()
 
     def free_gradients(self, unit: Unit) -> bool:
-        """Free memory for the unit's gradients, by a spill or by waiting for an update.
-
-        Return False if none can be freed.
-        """
+        """Free memory for the unit's gradients, by a spill or a wait for an update. Return False if neither can."""
         freed = self._report(actions.GradientsNeedRoom(unit))
         self._show_finished()
         return freed
 
     def gradients_pause(self) -> None:
-        """Tell the scheduler that the gradients of a unit that spills do not change for a while: it may spill early."""
+        """Tell the scheduler that the gradients of a unit do not change for a while, so that they may spill early."""
         self._report(actions.GradientsPause())
 
     def _spill_early(self) -> None:
