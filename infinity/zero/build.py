@@ -118,7 +118,7 @@ class Runtime:
         return self.sizing.schedule
 
     def row(self, unit: UnitLayout) -> Unit:
-        """Return the row of a unit, with its parameters, gradients, states and views."""
+        """Return the unit with this layout, with its parameters, gradients, states and views."""
         return self.executor.units[unit.index]
 
     @property
@@ -398,7 +398,7 @@ def _make_stores(plan: _Plan, memory: _Memory, states: StateStore, undo: ExitSta
 def _make_executor(
     plan: _Plan, model: nn.Module, memory: _Memory, states: StateStore, stores: _Stores, pipeline: UpdatePipeline
 ) -> Executor:
-    """Create the executor, with the units' rows, their views, and the cycle of uses."""
+    """Create the executor, with the units, their views, and the cycle of uses."""
     sizing, params, grads = plan.sizing, stores.params, stores.grads
     capacity_bytes = plan.ranks.least(memory.device.params.capacity_bytes)
     cycle = Cycle([spec.nbytes for spec in sizing.specs], capacity_bytes, sizing.ahead_bytes)
@@ -431,7 +431,7 @@ def make_gradients(runtime: Runtime, update_rules: Callable[[], Sequence[Rule]])
     partition, rules = runtime.partition, runtime.sizing.rules
     units = runtime.executor.units
     source: Direct | Reduction
-    if rules.grads.reduces:  # only one of them is created, because each writes into the rows of the units
+    if rules.grads.reduces:  # only one of them is created, because each writes into the units
         sizing = runtime.sizing
         reduction_rules = ReductionRules(
             rules.sharding,

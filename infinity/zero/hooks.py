@@ -109,7 +109,7 @@ class Hooks:
     """All hooks of one engine; `remove` removes them.
 
     Args:
-        units: the rows of all units.
+        units: by index.
         lent: identities of lent parameters.
         alone: whether there is one rank, so that events need not come in the same order as on other ranks.
 

@@ -91,7 +91,7 @@ class Step(Listener):
         layer_major: runs micro-batches through the blocks together, if configured.
         keeper: commits every step on NVMe, if configured.
         at_end: called at the end of each step, if set.
-        all_units: the rows of all units.
+        all_units: all units, as one set.
         forward_end: the position in autograd's graph at which the last forward pass ended.
     """
 
