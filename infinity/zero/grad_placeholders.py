@@ -92,7 +92,7 @@ class GradPlaceholders:
                 each.param.grad = each.placeholder
         self._placed = True
 
-    def lift(self) -> None:
+    def remove(self) -> None:
         """Remove the placeholders before a backward pass writes to `param.grad`; `place` follows."""
         for each in self._params:
             if each.has_gradient and isinstance(each.param.grad, GradPlaceholder):
@@ -101,11 +101,11 @@ class GradPlaceholders:
 
     def clear(self) -> None:
         """Remove all placeholders, and forget the gradients."""
-        self.lift()
+        self.remove()
         for each in self._params:
             each.has_gradient = False
 
-    def wipe(self) -> None:
+    def clear_gradients(self) -> None:
         """Do `clear`, and also remove gradients that a failed backward pass has left."""
         self.clear()
         for each in self._params:

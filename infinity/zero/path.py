@@ -70,13 +70,13 @@ class Path:
         """Begin a pass over the model. Passes of the same kind are expected to have the same exchanges."""
         self._kind, self._expected, self._passed = kind, self._known.get(kind), []
 
-    def begin_free(self) -> None:
+    def begin_without_engine(self) -> None:
         """Begin a call of the model without the engine. Within a pass, it is a part of the pass."""
         if self._kind is None:
             self.begin(_FREE)
 
-    def end_free(self) -> None:
-        """End a call that `begin_free` has begun."""
+    def end_without_engine(self) -> None:
+        """End a call that `begin_without_engine` has begun."""
         if self._kind == _FREE:
             self._kind = None
 

@@ -429,7 +429,7 @@ class Step(Listener):
         if self.keeper is not None and last:
             self.keeper.before_updates()
         before, self._pass = self.phase, _Pass(Phase.BACKWARD, self.phase, last, scope, running_pass())
-        self._grad_placeholders.lift()
+        self._grad_placeholders.remove()
         self._go(Phase.BACKWARD)
         if in_parts is None:
             # after a forward pass without the engine, gradients of any unit may come in parts
@@ -575,7 +575,7 @@ class Step(Listener):
                 return
             self.updates.roll_back(grads=False)
             self.gradients.drop_all()
-            self._grad_placeholders.wipe()
+            self._grad_placeholders.clear_gradients()
             self.losses.forget_sum()
             if earlier := self.counter.begin_step_again():
                 _log.warning(
@@ -662,7 +662,7 @@ class Step(Listener):
     def _enter_without_engine(self, units: tuple[Unit, ...]) -> None:
         self.check_values("a forward pass")
         if not self.hooks.in_forward:
-            self._ranks.path.begin_free()
+            self._ranks.path.begin_without_engine()
             if self._only_evaluates:  # as in `generate`: each token is a cycle
                 self._executor.end_cycle(learn=True)
                 self._executor.begin_cycle()
@@ -685,7 +685,7 @@ class Step(Listener):
         if ends_forward:
             self.forward_end = GraphPosition.now()
             if self._pass is None:  # the model was called without the engine
-                self._ranks.path.end_free()
+                self._ranks.path.end_without_engine()
                 if not self._only_evaluates:
                     self._executor.hide_evictable()
 
