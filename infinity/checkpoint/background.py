@@ -1,11 +1,11 @@
-"""A save that training does not wait for: begun at one step, finished two steps later or at the next call of all ranks.
+"""Save in the background: begun at one step, finished two steps later or by the next call of all ranks that needs it.
 
 [Note: when it is finished]
-All ranks finish it together, so it must be at a moment that is the same for all of them: at the end of the second step
-after it was begun, when every update of the first one has come past; of a later one if frozen parameters are not
-written by then, which the ranks ask each other; or before, at whatever asks for it (the next save, a load, a change of
-parameters, `wait_checkpoint`, the engine's end). At the process's end it is finished too, unless the process ends by an
-error that other ranks may not have.
+All ranks finish a save together, so they must do it at the same point. Usually this is the end of the second step after
+the save began: by then every update of the first step has run, and each tile was saved before its update. If a rank has
+not written its frozen parameters by then, all ranks finish at the end of a later step. A call that needs the save
+finishes it earlier: the next save, a load, a change of parameters, `wait_checkpoint`, `close`. A save is also finished
+when the process exits, unless it exits by an error that other ranks may not have.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from infinity.zero.build import Runtime
 from infinity.zero.phases import Phase
 from infinity.zero.step import Step
 
-_STEPS = 2
+_STEPS = 2  # a save is finished this many steps after it began
 _log = logging.getLogger(__name__)
 
 
 class BackgroundSave:
-    """One save on its way.
+    """One save that has begun and is not finished.
 
     Args:
-        saving: has begun.
-        frozen: frozen parameters are saved, too.
-        over: called when it is finished or given up; with the error that whoever asks for it next must get, if there is
-            one.
+        saving: the checkpoint; `begin` was called.
+        frozen: save frozen parameters, too.
+        over: called when the save is finished or cancelled, with the error that the next call for the save must raise,
+            or None.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class BackgroundSave:
         self._owner = os.getpid()
         self._with_frozen = frozen
         self._snapshot = Snapshot(saving.shards, runtime, frozen=frozen)
-        step.at_end = self._look
+        step.at_end = self._finish_if_due
         atexit.register(self._at_exit)
 
     @property
     def path(self) -> Path:
-        """The checkpoint's directory, once it is there."""
+        """The checkpoint's directory, which exists when the save is finished."""
         return self._saving.path
 
     def finish(self) -> None:
-        """Have the checkpoint be there; all ranks call this together, between steps.
+        """Write the rest of the checkpoint and publish it. All ranks call this together, between steps.
 
         Raises:
-            StorageError: it cannot be written; there is none of this tag, or the one of before.
-            CheckpointError: likewise, on another rank or for another reason.
+            StorageError: the checkpoint cannot be written. An older one of the same tag is unchanged.
+            CheckpointError: another rank failed, or the cause is not the storage. Likewise.
         """
         try:
             if self._runtime.ranks.any(not self._snapshot.is_complete):
@@ -78,46 +78,47 @@ class BackgroundSave:
             with self._runtime.counters.aside("save_checkpoint"):
                 self._saving.finish(self._snapshot.finish)
         except InfinityError as error:
-            raise _told(error, f"the checkpoint of step {self._begun_at} ({self._saving.path}) is not saved") from error
+            what = f"the checkpoint of step {self._begun_at} ({self._saving.path}) is not saved"
+            raise _with_context(error, what) from error
         finally:
             self._end()
 
     def end(self, why: str, *, failed: bool) -> None:
-        """Finish it, if that can be done still; else give it up.
+        """Finish the save if that is still possible, otherwise cancel it.
 
         Args:
-            why: there is no later.
-            failed: an error is the reason, which other ranks may not have; they would be waited for.
+            why: why no later step can finish it, for the message.
+            failed: the reason is an error that other ranks may not have. Finishing would then wait for them in vain.
 
         Raises:
             StorageError, CheckpointError: as `finish`.
         """
-        lonely = failed and self._runtime.ranks.meeting is not None
-        if lonely or not self._step.at_rest:
-            self.give_up(f"{why} before it was finished")
+        others_may_not_come = failed and self._runtime.ranks.meeting is not None
+        if others_may_not_come or not self._step.at_rest:
+            self.cancel(f"{why} before it was finished")
         else:
             self.finish()
 
-    def give_up(self, why: str) -> None:
-        """Remove what there is of it; on this rank alone."""
-        if os.getpid() != self._owner:  # a child, whose parent goes on with it
+    def cancel(self, why: str) -> None:
+        """Remove the unfinished files of this rank. No other rank takes part."""
+        if os.getpid() != self._owner:  # in a forked child: the parent continues the save
             return
         _log.error("the checkpoint of step %d (%s) is not saved: %s", self._begun_at, self._saving.path, why)
         self._end()
 
-    def _look(self) -> None:
-        """A step is over."""
+    def _finish_if_due(self) -> None:
+        """Called at the end of each step: finish the save, see [Note: when it is finished]."""
         if self._step.counter.counts.global_steps < self._begun_at + _STEPS:
             return
         if self._with_frozen and self._runtime.ranks.any(self._snapshot.waits_for_frozen):
-            return  # a later step looks again
+            return  # the end of the next step checks again
         try:
             self.finish()
         except InfinityError as error:
             if self._step.phase is Phase.FAILED:
-                raise  # a tier has failed, so that nothing can be run again
+                raise  # a tier has failed: the engine is poisoned
             _log.error("%s", error)
-            # Without its causes and frames, which lead to the engine that keeps it.
+            # Its causes and frames refer to the engine, which stores this error: a reference cycle.
             error.__cause__ = error.__context__ = None
             self._over(error.with_traceback(None))
 
@@ -138,8 +139,8 @@ class BackgroundSave:
             _log.error("%s", error)
 
 
-def _told(error: InfinityError, what: str) -> InfinityError:
-    """The same error, which says of which save it is: it is raised where something else was asked for."""
+def _with_context(error: InfinityError, what: str) -> InfinityError:
+    """Return the error with `what` before its message: the call that raises it may not be a save."""
     if isinstance(error, StorageError):
         return StorageError(error.errno or errno.EIO, f"{what}: {error.strerror}", str(error.filename), error.offset)
     return type(error)(f"{what}: {error}")

@@ -1,8 +1,8 @@
-"""Files written around the page cache: copying into it takes several times as long as the drive, and a checkpoint is
-more than it should hold.
+"""Write files around the page cache: a copy into it takes several times as long as the write to the drive, and a
+checkpoint would fill memory that training needs.
 
-Whole blocks go through the I/O engine by direct I/O, from aligned memory. The edges of a range go through the cache,
-and so does everything where a filesystem has no direct I/O. No page is written both ways.
+Whole blocks go through the I/O engine by direct I/O, from aligned memory. The edges of a range go through the cache, as
+does everything on a filesystem without direct I/O. No page is written both ways.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from infinity.memory import ALIGN_BYTES, Arena, Lease
 Result = TypeVar("Result")
 
 _BUFFER_BYTES = 4 << 20
-_BUFFERS = 4  # one filled, the others written
+_BUFFERS = 4  # one is being filled, the others are being written
 _OPTIONS = IoOptions(block_size_bytes=1 << 20, queue_depth=16, threads=4)
 
 
 def submit(threads: ThreadPoolExecutor, action: Callable[[], Result]) -> Future[Result]:
-    """Have a thread act, or act now: at the interpreter's end no thread begins anything."""
+    """Run the action in a thread, or at once if the interpreter is exiting: executors refuse work then."""
     try:
         return threads.submit(action)
     except RuntimeError:
         done: Future[Result] = Future()
         try:
             done.set_result(action())
-        except BaseException as error:  # whoever looks at the outcome gets it
+        except BaseException as error:  # `result()` raises it
             done.set_exception(error)
         return done
 
 
 class Staging:
-    """Aligned memory on the way to files, and the engine that writes it; a context manager."""
+    """Aligned buffers for data that is written to files, and the I/O engine that writes them; a context manager."""
 
     def __init__(self) -> None:
         self._arena = Arena(_BUFFERS * _BUFFER_BYTES)
@@ -55,7 +55,7 @@ class Staging:
         self._engine = _engine()
 
     def open(self, path: Path) -> IoFile | None:
-        """For direct writes; None where there are none."""
+        """Open a file for direct writes; None if direct I/O is not possible."""
         if self._engine is None or not _takes_direct_io(path):
             return None
         file = self._engine.open(path)
@@ -65,26 +65,26 @@ class Staging:
         return None
 
     def write(self, file: OutputFile, target: IoFile, data: memoryview, offset: int) -> _Write:
-        """Start writing at most a buffer; `data` may be reused at once."""
+        """Start to write `data`, at most one buffer long. `data` is copied, and may be reused at once."""
         assert self._engine is not None
         buffer, before = self._buffers.popleft()
         if before is not None:
             before.wait()
         staged = buffer.tensor(torch.uint8, len(data)).numpy()
-        staged[:] = np.frombuffer(data, np.uint8)  # others may run meanwhile
+        staged[:] = np.frombuffer(data, np.uint8)  # numpy releases the GIL for the copy
         future = self._engine.write(target, offset, buffer.span(0, len(data)), Priority.DEMAND)
         write = _Write(file, staged.data, offset, future)
         self._buffers.append((buffer, write))
         return write
 
     def close(self) -> None:
-        """Wait for what is being written, and give the memory back."""
+        """Wait for the writes, and free the buffers."""
         for _, write in self._buffers:
             if write is not None:
                 write.wait()
         if self._engine is not None:
             self._engine.close()
-            self._engine = None  # whose descriptors go with it
+            self._engine = None  # drop the last reference, which closes its descriptors
         for buffer, _ in self._buffers:
             buffer.release()
         self._buffers.clear()
@@ -98,7 +98,7 @@ class Staging:
 
 
 def _engine() -> IoEngine | None:
-    """None where the process gets none: then everything goes through the cache."""
+    """Open an I/O engine; None if the process cannot have one, and everything goes through the cache."""
     try:
         return open_engine(_OPTIONS)
     except InfinityError:
@@ -106,7 +106,7 @@ def _engine() -> IoEngine | None:
 
 
 class _Write:
-    """A range on its way from a buffer, which has to stay as it is until this has ended."""
+    """The write of a range from a buffer, which must not change until the write has ended."""
 
     def __init__(self, file: OutputFile, data: memoryview, offset: int, future: IoFuture) -> None:
         self._file = file
@@ -117,7 +117,7 @@ class _Write:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Wait until it is over, well or not; what direct I/O refuses goes through the cache."""
+        """Block until the write has ended or failed. A range that direct I/O refuses is written through the cache."""
         with self._lock:
             if self._future is None:
                 return
@@ -135,7 +135,7 @@ class _Write:
         return None
 
     def result(self) -> None:
-        """Wait until it is over.
+        """Block until the write has ended.
 
         Raises:
             OSError: writing failed.
@@ -146,16 +146,16 @@ class _Write:
 
 
 class OutputFile:
-    """A new file of known size, reserved up front, written in ranges.
+    """A new file of known size, allocated up front and written in ranges.
 
     Raises:
-        OSError: it cannot be created, or the disk has no room for it.
+        OSError: the file cannot be created, or the disk is full.
     """
 
     def __init__(self, path: Path, nbytes: int, staging: Staging) -> None:
         self._staging = staging
         self._pending: list[_Write] = []
-        self._edges: list[tuple[bytes, int]] = []  # for the end: a write through the cache waits for direct ones
+        self._edges: list[tuple[bytes, int]] = []  # written in `finish`: a cached write waits for all direct writes
         self._cached = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         self._direct: IoFile | None = None
         self._closed = False
@@ -188,7 +188,7 @@ class OutputFile:
             done += os.pwrite(self._cached, data[done:], offset + done)
 
     def finish(self) -> None:
-        """Wait for the ranges and flush them to the drive; the file is closed.
+        """Wait for the writes, flush the file to the drive, and close it.
 
         Raises:
             OSError: writing failed.
@@ -199,12 +199,12 @@ class OutputFile:
             for data, offset in self._edges:
                 self.write_cached(memoryview(data), offset)
             os.fsync(self._cached)
-            os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)  # leave RAM to training
+            os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)  # keep host memory for training
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close without flushing; once is enough."""
+        """Close the file without flushing it. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -218,7 +218,7 @@ class OutputFile:
 
 
 def _takes_direct_io(path: Path) -> bool:
-    """Asked here, since an engine warns of files that do not, and these are no worse for it."""
+    """Whether a file can be opened for direct I/O. Tested here, because an I/O engine would warn if it cannot."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC))
     except OSError as error:

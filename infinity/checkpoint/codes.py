@@ -1,6 +1,6 @@
-"""Parameters that are integers or other codes: in no unit, and tensors of a checkpoint in a file of their own.
+"""Save and load codes: parameters of integers or other codes, which belong to no unit and have a file of their own.
 
-A quantised base is tens of gigabytes of them, so at most one parameter is in memory beside the model's.
+A quantised base model is tens of gigabytes of codes, so at most one of its parameters has a second copy in memory.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ Codes = Mapping[str, torch.Tensor]
 
 
 def codes_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The codes of which this process has the whole, by name."""
+    """Return the codes that are whole in this process, by name."""
     return {name: values for name, values in codes(model).items() if not is_distributed(values)}
 
 
 def write_codes(
     directory: Path, specs: Specs, value: Callable[[str], torch.Tensor], progress: Callable[[], None]
 ) -> dict[str, StoredTensor]:
-    """Write them into one file, which is on the drive when this returns; without codes there is none.
+    """Write all codes into one file and flush it to the drive. Write no file if there are no codes.
 
     Args:
-        specs: dtype and shape of each, by name.
-        value: its elements; asked for once each.
+        specs: dtype and shape of each parameter, by name.
+        value: returns the values of a parameter; called once for each.
 
     Returns:
-        The checkpoint's tensors that they are, by key.
+        The stored tensors by key, for the manifest.
 
     Raises:
-        CheckpointError: the file format has no name for the dtype of one.
+        CheckpointError: the file format has no name for a dtype.
         OSError: writing failed.
     """
     if not specs:
@@ -63,10 +63,10 @@ def write_codes(
 
 
 def check_codes(path: Path, manifest: Manifest, values: Codes, *, all_of_them: bool) -> None:
-    """See that the checkpoint's codes are those of this model, by name, shape and dtype.
+    """Check that the checkpoint's codes have the names, shapes and dtypes of the model's.
 
     Args:
-        all_of_them: refuse a checkpoint without codes, which else keep this model's values.
+        all_of_them: refuse a checkpoint that lacks some codes. Otherwise these keep the model's values.
     """
     saved = manifest.stored(CODE_FIELD)
     for name in saved.keys() - values.keys():
@@ -93,7 +93,7 @@ def check_codes(path: Path, manifest: Manifest, values: Codes, *, all_of_them: b
 
 
 def load_codes(reader: StoredReader, manifest: Manifest, values: Codes) -> None:
-    """Give the model's codes the checkpoint's values, as far as it has them; `check_codes` has passed.
+    """Copy the codes of the checkpoint into the model. `check_codes` must have passed.
 
     Raises:
         CheckpointError: a file has changed since it was checked, or cannot be read any more.
@@ -103,9 +103,9 @@ def load_codes(reader: StoredReader, manifest: Manifest, values: Codes) -> None:
 
 
 class CodeSums:
-    """What tells whether the codes of a model are those of another process: a CRC-32 of each, by name.
+    """A CRC-32 of each code parameter of a model, to compare the codes of two processes.
 
-    They are read again only where torch counts a change.
+    A parameter is read again only if torch's version counter or its address has changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -113,7 +113,7 @@ class CodeSums:
         self._known: dict[str, tuple[tuple[int, int], int]] = {}
 
     def now(self) -> dict[str, int]:
-        """The sums of what the codes are now."""
+        """Return the checksums of the present values, by name."""
         for name, values in codes_of(self._model).items():
             state = values.data_ptr(), values._version
             if name not in self._known or self._known[name][0] != state:
@@ -129,6 +129,6 @@ def _sum_of(values: torch.Tensor) -> int:
 
 
 def _pieces(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements in order, flat and in host memory."""
+    """Yield the elements in order, in flat tensors in host memory."""
     for piece in values.reshape(-1).split(_CHUNK_BYTES // values.itemsize):
         yield piece.cpu().contiguous()

@@ -1,11 +1,11 @@
-"""Every finished step stays on the drives: committed behind the training's back, and gone on from after a crash.
+"""Commit every finished step on NVMe in the background, and resume from the last committed step after a crash.
 
 [Note: commits]
-A step is *over* when `step()` returns, though some of its updates may go on under the next forward pass. What belongs
-to it beside tensors (counters, schedule, random states, the client's state) is noted then. When its last update is
-computed its epoch is closed (see slots.py), and a thread of its own waits for the writes, flushes the drives, writes
-the record, and tells the other ranks. Meanwhile the next step computes; its first write waits for all ranks' records.
-So one rank is at most one commit ahead of another, and both of a rank's slots are of use.
+A step is *over* when `step()` returns, though some of its updates may still run during the next forward pass. The state
+outside of the tiers (counters, schedule, random states, the client's state) is collected at that moment. When the last
+update is computed, the step's epoch is closed (see slots.py). The commit thread then waits for the writes, flushes the
+drives, writes the record, and notifies the other ranks. Meanwhile the next step computes; its first write waits for the
+records of all ranks. So one rank is at most one commit ahead of another, and two slots are enough.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from infinity.zero.step_counter import Counts
 
 ClientState = Callable[[], Mapping[str, Any]]
 _POLL_S = 0.002
-_LEAVE_S = 10.0  # a drive that hangs must not keep the process from ending
+_LEAVE_S = 10.0  # a drive that hangs must not keep the process from exiting
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Due:
-    """A step that is over.
+    """A step that is over and whose epoch is still open.
 
     Attributes:
-        state: its counters and the like, plain.
-        extra: what else belongs to it.
+        state: counters of the engine and of the updates, and the time, as plain values.
+        extra: the serialised `TrainingState`.
     """
 
     state: Mapping[str, Any]
@@ -54,7 +54,7 @@ class _Due:
 
 @dataclass(frozen=True)
 class _Closed:
-    """A step whose epoch is closed: what is left is to have it on the drives."""
+    """A step whose epoch is closed: its writes and its record are still to be made durable."""
 
     generation: Generation
     writes: list[IoFuture]
@@ -68,8 +68,7 @@ class Commits:
         run: the files.
 
     Attributes:
-        client_state: gives what the training loop wants to have kept with every step.
-        checkpoints_of: name under which the run saves checkpoints.
+        client_state: returns the values that the training loop stores with every step.
     """
 
     def __init__(self, training: TrainingState, runtime: Runtime, run: RunFiles) -> None:
@@ -81,9 +80,9 @@ class Commits:
         self._code_sums = CodeSums(training.module)
         self._slots = runtime.swap.slots
         self._due: _Due | None = None
-        self._not_noted: Exception | None = None
+        self._collect_error: Exception | None = None
         self._is_finished = False
-        self._told = 0  # commits of these processes
+        self._commits = 0  # of this process
         self._last = run.found.generations[0] if run.found is not None else None
         self._sequence = 0 if self._last is None else self._last.sequence
         self._gate: Future[None] = Future()
@@ -93,40 +92,40 @@ class Commits:
         self._thread = start_thread(self._work, "infinity-commit")
         atexit.register(self._stop, _LEAVE_S)
 
-    # What a step tells, see `StepKeeper` #
+    # Called by a step, see `StepKeeper` #
 
     def before_updates(self) -> None:
         """See `StepKeeper`.
 
         Raises:
-            CheckpointError: nobody has said what becomes of an earlier process's step.
+            CheckpointError: an earlier process left a step, which was neither resumed nor removed.
             StorageError: the last step cannot be committed.
-            Exception: whatever the client's state has raised after the last step, which is not kept.
+            Exception: `client_state` raised it after the last step, which is therefore not committed.
         """
         self.check_resumed("training")
-        self._raise_not_noted()
+        self._raise_collect_error()
         if self._due is not None:
             self._runtime.executor.compute_all()
             self._close_epoch()
         if self._gate.done():
-            self._gate.result()  # raises why it could not be committed
+            self._gate.result()  # raises the error of the last commit
         self._runtime.executor.write_changed()
 
     def step_over(self) -> None:
         """See `StepKeeper`.
 
-        The step is applied, so that a loop must not see it fail and run it again: what the client's state raises is
-        raised before the next one.
+        The step has been applied, so it must not fail now: the training loop might run it again. An error of
+        `client_state` is raised before the next step.
         """
         try:
-            self._due = self._note()
+            self._due = self._collect()
         except Exception as error:
-            self._not_noted = error
+            self._collect_error = error
         self.commit_if_computed()
 
-    def _raise_not_noted(self) -> None:
-        """Raise, once, what kept the last step from being noted."""
-        error, self._not_noted = self._not_noted, None
+    def _raise_collect_error(self) -> None:
+        """Raise, once, the error of `_collect` at the end of the last step."""
+        error, self._collect_error = self._collect_error, None
         if error is not None:
             raise error
 
@@ -135,7 +134,7 @@ class Commits:
         if self._due is not None and self._runtime.executor.in_flight.all_computed:
             self._close_epoch()
 
-    def _note(self) -> _Due:
+    def _collect(self) -> _Due:
         step = self._step
         extra = self._training.collect(self.client_state())
         extra["code_sums"] = self._code_sums.now()
@@ -145,7 +144,7 @@ class Commits:
     def _close_epoch(self) -> None:
         due, self._due = self._due, None
         assert due is not None
-        self._gate.result()  # one at a time
+        self._gate.result()  # one commit at a time
         gate: Future[None] = Future()
         with self._runtime.arena.critical:
             slots, writes = self._slots.close_epoch(gate)
@@ -153,13 +152,13 @@ class Commits:
             self._sequence += 1
             self._queue.put(_Closed(Generation(self._sequence, due.state, slots, due.extra), writes, gate))
 
-    # What its thread does #
+    # The commit thread #
 
     def _work(self) -> None:
         while (closed := self._queue.get()) is not None:
             try:
                 self._commit(closed)
-            except BaseException as error:  # whoever writes next, or waits, gets it
+            except BaseException as error:  # raised by the next write or wait
                 closed.gate.set_exception(error)
             else:
                 closed.gate.set_result(None)
@@ -170,11 +169,11 @@ class Commits:
         before = () if self._last is None else (self._last,)
         self._runtime.swap.record((closed.generation, *before))
         self._last = closed.generation
-        self._told += 1
-        self._tell_ranks()
+        self._commits += 1
+        self._meet_ranks()
 
-    def _tell_ranks(self) -> None:
-        """Say that this rank's record is there, and wait until all ranks' are."""
+    def _meet_ranks(self) -> None:
+        """Announce that this rank's record is written, and block until all ranks have announced theirs."""
         ranks, what = self._runtime.ranks, f"committed/{self._run.nonce}"
         ranks.tell(what)
         deadline_s = time.monotonic() + ranks.patience_s
@@ -189,21 +188,21 @@ class Commits:
     def _missing(self, what: str) -> list[int]:
         ranks = self._runtime.ranks
         try:
-            return ranks.untold(what, self._told)
-        except RuntimeError as error:  # the store has gone, perhaps with a rank that has closed its engine
+            return ranks.untold(what, self._commits)
+        except RuntimeError as error:  # the store is gone, perhaps because its rank has closed its engine
             raise RankError(f"rank {ranks.rank} of {ranks.size}: other ranks' commits are unknown: {error}") from error
 
-    # What users ask for #
+    # Called by the user #
 
     @property
     def resumable_step(self) -> int | None:
-        """The step of an earlier process that nobody has gone on from yet."""
+        """The last committed step of an earlier process, until it is resumed; None if there is none."""
         if self._run.found is None or not self._slots.has_found:
             return None
         return int(self._run.found.generations[0].state["counters"]["global_steps"])
 
     def check_resumed(self, what: str) -> None:
-        """Raises CheckpointError if there is a step to go on from, which `what` would end."""
+        """Raise CheckpointError if there is a step to resume from, which `what` would overwrite."""
         step = self.resumable_step
         if step is not None:
             raise CheckpointError(
@@ -213,32 +212,32 @@ class Commits:
             )
 
     def wait(self) -> None:
-        """Wait until every step that is over is committed on all ranks; no update may be pending.
+        """Block until every step that is over is committed on all ranks. No update may be pending.
 
         Raises:
-            StorageError: it cannot be.
+            StorageError: a step cannot be committed.
         """
-        self._raise_not_noted()
+        self._raise_collect_error()
         self.commit_if_computed()
         self._gate.result()
 
     def commit(self) -> None:
-        """Commit what is now: parameters, states and what else belongs to the last step. All ranks call this."""
+        """Commit the present state: parameters, optimizer states and the rest. All ranks call this together."""
         self.check_resumed("engine.commit()")
         self.wait()
         self._runtime.executor.write_changed()
-        self._due = self._note()
+        self._due = self._collect()
         self.wait()
 
     def resume(self) -> tuple[Path | None, dict[str, Any] | None]:
-        """Go on from the step that an earlier process has finished last. All ranks call this.
+        """Restore the last committed step of an earlier process. All ranks call this together.
 
         Returns:
-            (the record, the client's state), or (None, None) if there is none.
+            (path of the record, the client's state), or (None, None) if there is no such step.
 
         Raises:
-            CheckpointError: it does not fit; nothing has changed.
-            StorageError: it cannot be read; the engine trains no more then.
+            CheckpointError: the step does not fit this run; nothing has changed.
+            StorageError: the step cannot be read; the engine is poisoned.
         """
         if self.resumable_step is None:
             return None, None
@@ -267,7 +266,7 @@ class Commits:
         return path, extra["client_state"]
 
     def _check_codes(self, path: Path, saved: Any) -> None:
-        """A step does not keep codes, which never change: the model must have been built with the same ones."""
+        """Check that the model has the codes of the committed step, which stores only their checksums."""
         here = self._code_sums.now()
         if saved == here:
             return
@@ -280,43 +279,43 @@ class Commits:
         )
 
     def end(self) -> None:
-        """The run is over: nobody is to go on from its last step, whose files go with the engine."""
+        """End the run: its files are removed when the engine is closed, so that no process can resume it."""
         self.wait()
         self._runtime.swap.discard_files()
 
     def is_worker(self) -> bool:
-        """This thread is the one that commits."""
+        """Whether the calling thread is the commit thread."""
         return threading.current_thread() is self._thread
 
     def finish(self) -> None:
         """Commit the last step of an engine that is about to be closed, unless the engine has failed.
 
         Raises:
-            Exception: it cannot be committed on this rank, so that a later process resumes from the step before.
+            Exception: the step cannot be committed on this rank. A later process resumes from the step before.
         """
         if self.resumable_step is not None or not self._step.at_rest or self._is_finished:
             return
-        self._is_finished = True  # raised once
+        self._is_finished = True  # a second call must not raise the error again
         try:
             self._step.drain()
-            self._raise_not_noted()
+            self._raise_collect_error()
             self._gate.result()
         except RankError as error:  # this rank's record is written, and `resume` takes a step that all ranks have
             _log.warning("the last step may not be committed on other ranks: %s", error)
 
     def close(self) -> None:
-        """Commit the last step, if that can be had, and stop."""
+        """Commit the last step if possible, and end the commit thread."""
         try:
             self.finish()
-        except Exception as error:  # an engine that was dropped, or that another error ends
+        except Exception as error:  # only logged: the engine was dropped, or another error closes it
             _log.warning("the last step is not committed: %s", error)
         finally:
             self._stop()
             atexit.unregister(self._stop)
 
     def _stop(self, timeout_s: float | None = None) -> None:
-        """End the thread; a step whose epoch is closed is committed before."""
-        if os.getpid() == self._owner:  # a child has no such thread
+        """End the commit thread, after the commit of a step whose epoch is closed."""
+        if os.getpid() == self._owner:  # a forked child has no such thread
             self._queue.put(None)
             self._thread.join(timeout_s)
             self._slots.give_up(InfinityError("the engine was closed before its last step was committed"))

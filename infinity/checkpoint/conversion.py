@@ -1,4 +1,4 @@
-"""From one state format or number of ranks to another: checkpoints on disk, and moments while they are loaded."""
+"""Convert checkpoints on disk, and moments during a load, to another state format or number of ranks."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def convert(
     ranks: int = 1,
     progress: Progress | None = None,
 ) -> Path:
-    """Rewrite a checkpoint as that number of ranks writes it, or in another state format, in bounded memory.
+    """Rewrite a checkpoint for another number of ranks, or in another state format, in bounded memory.
 
-    Masters stay exact, and so do moments that both formats keep in one dtype; others are rounded as the format
-    rounds them, with random bits that depend on the parameter and the position alone.
+    Masters stay exact, as do moments that both formats store in the same dtype. Other moments are rounded as the new
+    format rounds them, with random bits that depend only on the parameter and the position.
 
     Args:
-        source: a checkpoint, or a directory of checkpoints, of which the one that was saved last is taken.
-        target: a directory of checkpoints; the new one gets the same tag there and is loaded by default. It may be the
-            source's: the new checkpoint then takes the place of the old one when it is whole, and nothing else changes.
+        source: a checkpoint, or a directory of checkpoints, whose last saved one is taken.
+        target: a directory of checkpoints. The new one gets the same tag and is loaded by default. If this is the
+            source's directory, the new checkpoint replaces the old one when it is complete.
         state_format: `fp32`, `split`, `master`, `bf16` or `int8`; None for the source's.
-        ranks: number of ranks, whose shards at stages 1 to 3 are written.
+        ranks: number of ranks that the shards are written for (stages 1 to 3).
         progress: called after every piece.
 
     Returns:
@@ -69,7 +69,7 @@ def convert(
 
     Raises:
         CheckpointError: the source is no checkpoint, or is damaged.
-        ConfigError: there is no such format, or no such number of ranks.
+        ConfigError: the format is unknown, or the number of ranks is less than 1.
         StorageError: the target cannot be written.
     """
     if ranks < 1:
@@ -88,7 +88,7 @@ def convert(
         Staging() as staging,
     ):
         converted = conversion.write(directory, reader, staging)
-        converted |= _codes_again(directory, manifest, reader)
+        converted |= _copy_codes(directory, manifest, reader)
         write_file(directory / EXTRA, read_plain(path / EXTRA))
         new = replace(manifest, state_format=layout.format, tensors=converted, ranks=ranks)
         write_file(directory / MANIFEST, new.to_bytes())
@@ -98,14 +98,14 @@ def convert(
 def moments_of(
     reader: StoredReader, source: StateLayout, target: StateLayout, name: str, start: int, stop: int
 ) -> dict[str, torch.Tensor]:
-    """The moments of elements [start, stop) of parameter `name`, as format `target` keeps them, by field.
+    """Return the moments of elements [start, stop) of parameter `name` in the format of `target`, by field.
 
-    Where the formats differ they are rounded as `target` does, with random bits that depend on the parameter and the
-    position alone, so that any cutting into pieces gives the same numbers.
+    If the formats differ, the moments are rounded as `target` rounds them, with random bits that depend only on the
+    parameter and the position. So the result does not depend on how a parameter is cut into pieces.
     """
     begin = start
     for field in source.moment_fields:
-        begin = min(begin, start // field.block * field.block)  # scales belong to whole blocks
+        begin = min(begin, start // field.block * field.block)  # a block shares one scale: read whole blocks
     states = {
         field.name: reader.read(f"{field.name}.{name}", begin // field.block, field.length(stop - begin))
         for field in source.moment_fields
@@ -119,10 +119,10 @@ def moments_of(
 
 
 def checkpoint_at(source: Path, tag: str | None = None) -> Path:
-    """The checkpoint that is meant by a path: itself, or of a directory of checkpoints the last one, or that of a tag.
+    """Return the path of a checkpoint: `source / tag`, `source` itself, or the last saved one of directory `source`.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
         ConfigError: `tag` is no plain name.
     """
     source = source.absolute()
@@ -138,19 +138,19 @@ def checkpoint_at(source: Path, tag: str | None = None) -> Path:
     return source / tag
 
 
-def _codes_again(directory: Path, manifest: Manifest, reader: StoredReader) -> dict[str, StoredTensor]:
-    """Codes are the same in every format, and whole for all ranks."""
+def _copy_codes(directory: Path, manifest: Manifest, reader: StoredReader) -> dict[str, StoredTensor]:
+    """Copy the codes unchanged: they depend neither on the format nor on the number of ranks."""
     specs = {name: (tensor.torch_dtype, tensor.shape) for name, tensor in manifest.stored(CODE_FIELD).items()}
     return write_codes(directory, specs, lambda name: reader.whole(f"{CODE_FIELD}.{name}"), lambda: None)
 
 
-def _whole(tensor: StoredTensor) -> str:
-    """Name of the file that a tensor is written to, whichever ranks had parts of it."""
+def _file_of(tensor: StoredTensor) -> str:
+    """Return the name of the file that a tensor is written to, without the rank."""
     return _RANK.sub("", tensor.parts[0].file) if tensor.parts else "empty.safetensors"
 
 
 class _Conversion:
-    """Rewrites tensor files."""
+    """Rewrites the tensor files of a checkpoint."""
 
     def __init__(self, source: Manifest, layout: StateLayout, ranks: int, progress: Progress) -> None:
         self._source = source
@@ -158,16 +158,16 @@ class _Conversion:
         self._ranks = ranks
         self._progress = progress
         self._done = 0
-        self._units = self._of_files(source)
+        self._units = self._lay_out(source)
         self._total = sum(info.numel for unit in self._units for info in unit.params)
 
-    def _of_files(self, source: Manifest) -> list[UnitLayout]:
-        """The parameters that are stored together, laid out for the ranks; their order is that of the manifest."""
+    def _lay_out(self, source: Manifest) -> list[UnitLayout]:
+        """Return a unit for each file of the source, laid out for the new ranks, in the manifest's order."""
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for key, tensor in source.tensors.items():
             kind, _, name = key.partition(".")
             if kind in (MASTER_FIELD, FROZEN_FIELD):
-                shapes.setdefault(_whole(tensor), {})[name] = tensor.shape
+                shapes.setdefault(_file_of(tensor), {})[name] = tensor.shape
         trained = dict.fromkeys(source.stored(MASTER_FIELD), 0)
         align = Alignment.of(self._layout).for_ranks(self._ranks)
         return [
@@ -192,7 +192,7 @@ class _Conversion:
     def _write_shard(
         self, directory: Path, unit: UnitLayout, sharding: Sharding, reader: StoredReader, staging: Staging
     ) -> list[tuple[str, TensorPart]]:
-        """Write one rank's part of a unit, if it has any."""
+        """Write one rank's shard of a unit, unless it is empty."""
         own = list(unit.parts(sharding))
         specs = {
             key: (dtype, part_shape(part, shape, field))
@@ -206,13 +206,13 @@ class _Conversion:
             for part in own:
                 for start in range(part.param.start, part.param.stop, _CHUNK):
                     stop = min(start + _CHUNK, part.param.stop)
-                    self._piece(file, reader, part.info, start, stop)
+                    self._write_piece(file, reader, part.info, start, stop)
                     self._done += stop - start
                     self._progress(self._done, self._total)
             return list(file.finish().items())
 
-    def _piece(self, file: TensorFile, reader: StoredReader, info: ParamInfo, start: int, stop: int) -> None:
-        """Elements `[start, stop)` of a parameter."""
+    def _write_piece(self, file: TensorFile, reader: StoredReader, info: ParamInfo, start: int, stop: int) -> None:
+        """Convert and write elements `[start, stop)` of a parameter."""
         name = info.name
         if not info.trainable:
             key = f"{FROZEN_FIELD}.{name}"

@@ -1,4 +1,4 @@
-"""The checkpoints and exports of one engine: what of it goes into them, and what it takes back."""
+"""Save, load and export the state of one engine."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from infinity.zero.step_counter import Counts
 
 
 class Session:
-    """Saves and loads one engine's state, between its steps; all ranks call every method together.
+    """Saves and loads one engine's state, between its steps. All ranks call every method together.
 
     Attributes:
-        commits: keeps every step on the drives, if that is configured.
+        commits: commits every step on NVMe, if `tiering.crash_consistent` is set.
     """
 
     def __init__(self, model: nn.Module, optimizer: TieredOptimizer, runtime: Runtime, step: Step) -> None:
@@ -46,7 +46,7 @@ class Session:
         self.commits = None if run is None else Commits(self._training, runtime, run)
         step.keeper = self.commits
         self._background: BackgroundSave | None = None
-        self._background_error: InfinityError | None = None  # of one that ended in step(), and nobody has seen it
+        self._background_error: InfinityError | None = None  # of a save that failed in step(), until a call raises it
 
     def save(
         self,
@@ -68,8 +68,8 @@ class Session:
         run = self._run
         run.id, run.model = ranks.on_rank_0(lambda: (run.id, unchanged(run.model, model_identity(self._model))))
         if len({other for _, other in of_ranks}) > 1:
-            told = ", ".join(repr(other) for _, other in of_ranks[:4])
-            raise ConfigError(f"save_checkpoint: tag is not the same on all ranks ({told}): they write one checkpoint")
+            given = ", ".join(repr(other) for _, other in of_ranks[:4])
+            raise ConfigError(f"save_checkpoint: tag is not the same on all ranks ({given}): they write one checkpoint")
         saving = Saving(
             self._of_this_part(directory),
             tag,
@@ -82,7 +82,7 @@ class Session:
         with ExitStack() as undo, runtime.counters.aside("save_checkpoint"):
             undo.callback(saving.close)
             saving.begin(extra, codes_of(self._model) if options.frozen else {})
-            if blocking or runtime.states.some_are_on_device:  # which no worker updates
+            if blocking or runtime.states.some_are_on_device:  # no worker updates these, so none would save them first
                 return saving.finish(lambda: write_shards(saving.shards, runtime, frozen=options.frozen))
             self._background = BackgroundSave(saving, runtime, step, frozen=options.frozen, over=self._saving_is_over)
             undo.pop_all()
@@ -94,20 +94,20 @@ class Session:
         return None if self._background is None else self._background.path
 
     def finish_saving(self) -> None:
-        """A save that training did not wait for is over when this returns; all ranks call it, between steps.
+        """Finish the background save, if there is one. All ranks call this together, between steps.
 
         Raises:
-            StorageError, CheckpointError: it failed, now or at the end of a step since the last call.
+            StorageError, CheckpointError: a save failed, now or at the end of a step since the last call.
         """
         self._raise_background_error()
         if self._background is not None:
             self._background.finish()
 
     def end_saving(self, *, failed: bool) -> None:
-        """As `finish_saving`, if the engine, which is to be closed, can do so still.
+        """Finish the background save before the engine is closed, or cancel it if it cannot be finished any more.
 
         Args:
-            failed: an error ends it, which other ranks may not have.
+            failed: the engine is closed by an error that other ranks may not have.
         """
         if self._background is not None:
             self._background.end("the engine was closed", failed=failed)
@@ -115,9 +115,9 @@ class Session:
             self._raise_background_error()
 
     def give_up_saving(self) -> None:
-        """A save that is not finished by now will not be; on this rank alone."""
+        """Cancel the background save, if there is one, on this rank alone."""
         if self._background is not None:
-            self._background.give_up("the engine was closed before it was finished")
+            self._background.cancel("the engine was closed before it was finished")
 
     def _saving_is_over(self, error: InfinityError | None) -> None:
         self._background = None
@@ -157,7 +157,7 @@ class Session:
         return opened.path, opened.extra["client_state"]
 
     def _take_over(self, opened: Loaded, parts: Parts) -> None:
-        """Change to a checkpoint's state."""
+        """Replace the engine's state by that of a checkpoint."""
         step, runtime = self._step, self._runtime
         with runtime.counters.aside("load_checkpoint"):
             load_tensors(opened, runtime, codes_of(self._model), moments=parts.optimizer)
@@ -211,7 +211,7 @@ class Session:
         return self.commits
 
     def unclaim(self) -> None:
-        """Other runs may save where this one did so far."""
+        """Release the directories that this run has saved in, so that other runs may save there."""
         self._run.unclaim()
 
     def wait(self) -> None:
@@ -229,12 +229,12 @@ class Session:
             self.commits.finish()
 
     def close_commits(self) -> None:
-        """The last step is committed, and no other will be."""
+        """Commit the last step, if possible, and end the commits."""
         if self.commits is not None:
             self.commits.close()
 
     def _begin(self, what: str) -> None:
-        """No step is under way, and all updates are done."""
+        """Check that no step is running, and block until all updates, commits and saves have ended."""
         self._step.check_boundary(what)
         self._runtime.ranks.together(f"engine.{what}()")
         self._step.drain()
@@ -243,13 +243,13 @@ class Session:
         self.finish_saving()
 
     def _of_this_part(self, directory: Path) -> Path:
-        """Where the checkpoints of this process's part of the model are."""
+        """Return the directory for the checkpoints of this process's part of the model (tensor parallelism)."""
         parts = self._runtime.parts.ranks
         return directory if parts.size == 1 else directory / f"part-{parts.rank}-of-{parts.size}"
 
 
 def _named(call: str, directory: str | Path | None) -> Path:
-    """Refuse what is no path, and an empty name, such as that of a variable that is not set."""
+    """Return the directory as a path. Raise ConfigError if it is no path or empty, as from an unset variable."""
     if not isinstance(directory, (str, os.PathLike)) or directory == "":
         raise ConfigError(f'{call}: the directory is {directory!r}; give its path, "." for the working directory')
     return Path(directory)
