@@ -793,7 +793,7 @@ def _close(
     if session.in_worker:  # a worker thread cannot wait for its own end
         threading.Thread(target=_close, args=(model, optimizer, step, guards, session, publisher)).start()
         return
-    session.give_up_saving()
+    session.cancel_saving()
     optimizer.run_step = optimizer.drop_gradients = None
     disclaim(model)
     with ExitStack() as rest:

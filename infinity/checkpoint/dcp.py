@@ -1,9 +1,9 @@
-"""Checkpoints as `torch.distributed.checkpoint` has them: written for any number of its ranks, and taken over from it.
+"""Export and import checkpoints of `torch.distributed.checkpoint`, for any number of ranks.
 
-The keys are those of torch's `get_state_dict`: `model.<name>` has masters, frozen parameters and buffers,
-`optim.state.<name>.exp_avg` and so on the moments, `optim.state.<name>.step` the updates so far, `optim.param_groups`
-the hyper-parameters. What else the engine goes on from is one tensor of bytes, `infinity.extra`. One tensor at a time
-is in memory, on either way.
+The keys are those of torch's `get_state_dict`: `model.<name>` are masters, frozen parameters and buffers,
+`optim.state.<name>.exp_avg` and so on the moments, `optim.state.<name>.step` the number of updates, and
+`optim.param_groups` the hyper-parameters. The rest of the engine's state is one tensor of bytes, `infinity.extra`. Both
+directions keep one tensor at a time in memory.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 _EXTRA = "infinity.extra"
 _NOTES = "infinity.notes"
 _STEP = "step"
-_CORRECTED = frozenset({"exp_avg_sq", "sum"})  # moments that mean nothing without the number of updates
+_CORRECTED = frozenset({"exp_avg_sq", "sum"})  # moments whose meaning depends on the number of updates
 _STATE = re.compile(r"(?P<prefix>(?:.*?\.)?state\.)(?P<name>.+)\.(?P<field>\w+)")
 
 
-# Out #
+# Export #
 
 
 def export_dcp(source: Path, target: Path, *, tag: str | None = None) -> Path:
     """Write a checkpoint of the engine as one of `torch.distributed.checkpoint`, in float32.
 
     Raises:
-        CheckpointError: the checkpoint is missing or damaged, or keeps its moments rounded, or `target` is not empty.
+        CheckpointError: the checkpoint is missing or damaged, its moments are rounded, or `target` is not empty.
         StorageError: writing failed.
         ConfigError: `tag` is no plain name.
     """
@@ -98,13 +98,13 @@ def export_dcp(source: Path, target: Path, *, tag: str | None = None) -> Path:
 
 
 class _Content:
-    """What is written, by key: tensors without values, which are read when it is their turn."""
+    """The exported entries, by key. Tensors have no values until they are written."""
 
     def __init__(self, manifest: Manifest, extra: Mapping[str, Any], stored: bytes, reader: StoredReader) -> None:
         self._manifest = manifest
         self._groups = extra["optimizer"]["param_groups"] or []
         self._reader = reader
-        self._stored: dict[str, str] = {}  # keys of tensors that are in the checkpoint's files
+        self._stored: dict[str, str] = {}  # the checkpoint's key of each tensor that is in its files
         self._values: dict[str, torch.Tensor] = {
             f"model.{name}": value.contiguous() for name, value in extra["buffers"].items()
         }
@@ -119,9 +119,9 @@ class _Content:
             self._values[f"optim.state.{name}.{_STEP}"] = torch.tensor(float(manifest.steps.get(name, 0)), device="cpu")
 
     def state_dict(self) -> dict[str, Any]:
-        """By key; values that lie in files are on the meta device."""
+        """Return the entries by key. Tensors that are in files are on the meta device."""
         names = list(self._manifest.stored(MASTER_FIELD))
-        members = names if len(self._groups) == 1 else []  # of several groups nobody has noted who is in which
+        members = names if len(self._groups) == 1 else []  # a checkpoint does not store which group a parameter is in
         groups = [dict(group) | {"params": members} for group in self._groups]
         in_files = {
             key: torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="meta")
@@ -130,13 +130,13 @@ class _Content:
         return in_files | self._values | {"optim.param_groups": groups}
 
     def value(self, key: str) -> torch.Tensor | None:
-        """A tensor that lies in files; None for anything else."""
+        """Read a tensor that is in files; None for any other key."""
         stored = self._stored.get(key)
         return None if stored is None else self._reader.whole(stored)
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Reads a tensor when it is written."""
+    """Reads each tensor when torch writes it."""
 
     def __init__(self, content: _Content) -> None:
         super().__init__(flatten_state_dict=False)
@@ -149,13 +149,13 @@ class _SavePlanner(DefaultSavePlanner):
 
 @contextmanager
 def _alone() -> Iterator[dict[str, Any]]:
-    """One process does it, and need not be told so; what goes wrong is raised as it is.
+    """Let torch save or load in this process alone. Its CheckpointException is replaced by the error that it holds.
 
     Yields:
-        What to tell torch, where there is a process group.
+        Keyword arguments for torch's `save` and `load`.
 
     Raises:
-        CheckpointError: there is one, and this version of torch has all of its ranks take part.
+        CheckpointError: a process group is initialized, and this version of torch needs all of its ranks.
     """
     if dist.is_initialized() and "no_dist" not in inspect.signature(save).parameters:
         raise CheckpointError(
@@ -164,10 +164,10 @@ def _alone() -> Iterator[dict[str, Any]]:
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled, )?unavailable or uninitialized")
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # which older versions of it use
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # older versions of torch use it themselves
         try:
             yield {"no_dist": True} if dist.is_initialized() else {}
-        except CheckpointException as error:  # no Exception, and it holds what went wrong on each rank
+        except CheckpointException as error:  # not a subclass of Exception; holds the error of each rank
             raise next(iter(error.failures.values()))[0] from None
 
 
@@ -175,22 +175,22 @@ def _bytes_of(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-# In #
+# Import #
 
 
 def import_dcp(
     source: Path, target: Path, *, tag: str | None = None, progress: Progress = lambda done, total: None
 ) -> Path:
-    """Write a checkpoint of `torch.distributed.checkpoint`, with its optimizer's states, anew as one of the engine's.
+    """Convert a checkpoint of `torch.distributed.checkpoint`, with its optimizer states, to one of the engine.
 
     Args:
-        source: the directory that has `.metadata`, or one of several such, of which `tag` is one.
+        source: the directory with `.metadata`; or, if `tag` is given, the parent of a directory `tag` with it.
 
     Returns:
         The new checkpoint's directory, in `target`.
 
     Raises:
-        CheckpointError: it is damaged, or has no optimizer states, or such as the engine has no counterpart of.
+        CheckpointError: the checkpoint is damaged, has no optimizer states, or those of an unsupported optimizer.
         StorageError: writing failed.
     """
     if tag is not None:
@@ -203,7 +203,7 @@ def import_dcp(
 
 
 class _Reader(FileSystemReader):
-    """Takes metadata that are read already: torch would unpickle them, and whatever code is in them."""
+    """Reads the metadata with `_read_metadata`: torch's reader would unpickle them and run code that they name."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -214,16 +214,16 @@ class _Reader(FileSystemReader):
 
 
 class _Plain(pickle._Unpickler):  # in Python, so that an opcode can be replaced
-    """Makes the classes that metadata consist of, and nothing else."""
+    """Unpickles the classes that metadata consist of, and refuses all others."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def _build(self) -> None:
-        """Set an instance's fields: of a class, or of an Enum's member, they would be set for the whole process."""
+        """Set the fields of a dataclass instance. A class or an Enum member would be changed for the whole process."""
         made, state = self.stack[-2], self.stack[-1]  # type: ignore[attr-defined]
         if isinstance(made, type) or not is_dataclass(made):
             raise pickle.UnpicklingError(f"it sets attributes of {made!r}, which is no part of such metadata")
-        own = "__setstate__" in type(made).__dict__  # TensorProperties has one, which knows its own state
+        own = "__setstate__" in type(made).__dict__  # as TensorProperties has, whose state is no dict of fields
         for half in state if isinstance(state, tuple) and len(state) == 2 and not own else (state,):
             named = isinstance(half, dict) and half.keys() <= {field.name for field in fields(made)}
             if half is not None and not named and not own:
@@ -242,13 +242,13 @@ class _Plain(pickle._Unpickler):  # in Python, so that an opcode can be replaced
             return super().find_class(module, name)
         if (module, name) in (("collections", "OrderedDict"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath")):
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickle members of an Enum
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of an Enum with it
             return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of such metadata")
 
 
 def _member(kind: Any, name: str) -> Enum:
-    """The member of an Enum, and no other attribute of anything."""
+    """Return the member of an Enum. Refuse any other object, and any other attribute."""
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which is no part of such metadata")
     return kind[name]
@@ -274,7 +274,7 @@ def _read_metadata(path: Path) -> Metadata:
         content = _Plain(io.BytesIO(read_plain(path / METADATA))).load()
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {path} is no checkpoint of torch.distributed.checkpoint") from error
-    except Exception as error:  # whatever unpickling objects to
+    except Exception as error:  # damaged content can raise any exception
         raise CheckpointError(f"{path / METADATA} cannot be read: {error}") from error
     if not isinstance(content, Metadata) or not isinstance(content.storage_data, dict):
         raise CheckpointError(f"{path / METADATA} has no metadata of a checkpoint in files")
@@ -289,7 +289,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _check_covered(path: Path, key: str, found: TensorStorageMetadata) -> None:
-    """Refuse chunks that are not a whole tensor: what none of them has would be imported as memory happens to be."""
+    """Refuse chunks that do not cover the tensor: elements in no chunk would be imported as uninitialized memory."""
     size = tuple(found.size)
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]
     within = all(
@@ -305,7 +305,7 @@ def _check_covered(path: Path, key: str, found: TensorStorageMetadata) -> None:
 
 
 def _tile(boxes: Sequence[_Box], start: tuple[int, ...], size: tuple[int, ...], axis: int = 0) -> bool:
-    """Boxes (offsets, sizes) fill one of this start and size, slab by slab along each axis, as ranks divide tensors."""
+    """Whether the boxes (offsets, sizes) fill the given one exactly, in slabs along each axis, as ranks divide it."""
     if 0 in size:
         return True
     boxes = [box for box in boxes if 0 not in box[1]]
@@ -323,7 +323,7 @@ def _tile(boxes: Sequence[_Box], start: tuple[int, ...], size: tuple[int, ...], 
 
 
 def _check_entry(path: Path, key: str, info: _StorageInfo) -> None:
-    """Refuse an entry that differs from its checksums, at which torch's reader does not look."""
+    """Refuse an entry that differs from its checksums: torch's reader does not check them."""
     file = path / info.relative_path
     with open_plain(file) as opened:
         opened.seek(info.offset)
@@ -332,14 +332,14 @@ def _check_entry(path: Path, key: str, info: _StorageInfo) -> None:
         if len(content) < info.length:
             raise zipfile.BadZipFile(f"it has {len(content)} bytes of {info.length}")
         check_sums(zipfile.ZipFile(io.BytesIO(content)))
-    except Exception as error:  # whatever zipfile makes of bytes that are none of an archive
+    except Exception as error:  # bytes that are no archive make zipfile raise various exceptions
         raise CheckpointError(
             f"{file} is damaged, or {path / METADATA} is: {key} is not at byte {info.offset} ({error})"
         ) from error
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Reads objects without running code of them."""
+    """Reads objects without running code that the file names."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -350,7 +350,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of the checkpoint; one of them at a time is in memory."""
+    """A tensor of the checkpoint, read when it is needed. One tensor at a time is in memory."""
 
     incoming: _Incoming
     key: str
@@ -361,7 +361,7 @@ class _Stored:
 
 
 class _Incoming:
-    """A checkpoint that is taken over."""
+    """The checkpoint that is imported."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -373,7 +373,7 @@ class _Incoming:
         self._held: tuple[str, torch.Tensor] = ("", torch.empty(0, device="cpu"))
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A tensor, whole."""
+        """Read a whole tensor. The last one is kept in memory."""
         if self._held[0] != key:
             found = self._metadata[key]
             assert isinstance(found, TensorStorageMetadata)
@@ -389,14 +389,14 @@ class _Incoming:
                 load(state, storage_reader=self._reader, planner=_LoadPlanner(), **alone)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever torch meets in files of somebody else's
+        except Exception as error:  # foreign files can make torch raise any exception
             names = {info.relative_path for info in self._entries.get(key, ())}
             files = ", ".join(str(self._path / name) for name in sorted(names)) or self._path / METADATA
             raise CheckpointError(f"{files} cannot be read as {self._path / METADATA} says: {key}: {error}") from error
         return state[key]
 
     def foreign(self) -> Foreign:
-        """What it holds."""
+        """Return the content of the checkpoint."""
         prefix, states = self._states()
         before = self._model_prefix(set(states), prefix)
         kinds = {frozenset(fields - {_STEP}) for fields in states.values()}
@@ -411,7 +411,7 @@ class _Incoming:
         return Foreign(name, params, KINDS[kinds.pop()], counters, self._extra(prefix))
 
     def _states(self) -> tuple[str, dict[str, set[str]]]:
-        """What stands before parameters' names in the optimizer's keys, and the fields of each."""
+        """Return the prefix of parameter names in the optimizer's keys, and the fields of each parameter."""
         prefixes: set[str] = set()
         states: dict[str, set[str]] = {}
         for key, found in self._metadata.items():
@@ -427,7 +427,7 @@ class _Incoming:
         return prefixes.pop(), states
 
     def _model_prefix(self, names: set[str], states: str) -> str:
-        """What stands before parameters' names in the model's keys."""
+        """Return the prefix of parameter names in the model's keys."""
         first = min(names)
         ends = (key.removesuffix(first) for key in sorted(self._metadata) if key.endswith(first))
         for prefix in ends:
@@ -469,7 +469,7 @@ class _Incoming:
             yield ForeignParam(name, shape, _Stored(self, key), moments, self._step(f"{prefix}{name}.{_STEP}"))
 
     def _is_tied(self, key: str, trained: Sequence[str]) -> bool:
-        """A tensor without states is another name of a parameter that has some: it has the same values."""
+        """Whether a tensor without states has the values of a trained parameter, so that it is a tied name of it."""
         found = self._metadata[key]
         assert isinstance(found, TensorStorageMetadata)
         for other in trained:
@@ -489,7 +489,7 @@ class _Incoming:
         return int(self.tensor(key).item())
 
     def _extra(self, prefix: str) -> dict[str, Any]:
-        """What the engine goes on from beside tensors: its own, if it has written the checkpoint."""
+        """Return the content of `extra.pt`: the engine's own if it wrote the checkpoint, else the parameter groups."""
         if _EXTRA in self._metadata:
             return unpacked(self.tensor(_EXTRA).numpy().tobytes(), f"{_EXTRA} of {self._path / METADATA}")
         key = f"{prefix.removesuffix('state.')}param_groups"

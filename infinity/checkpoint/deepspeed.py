@@ -1,12 +1,13 @@
-"""Import of DeepSpeed's checkpoints of ZeRO 1, 2 and 3: weights, masters, moments and all that training goes on from.
+"""Import DeepSpeed's checkpoints of ZeRO 1, 2 and 3: weights, masters, moments and the rest of the training state.
 
 [Note: how ZeRO lays parameters out]
-At stages 1 and 2 each parameter group is one flat float32 tensor, its parameters back to back in the order of
-`param_shapes`, then padding (between them, too, by `parameter_alignment`); a rank has one slice of it, stored without
-the padding at the end, beside moments that may have it.
-At stage 3 each parameter is padded to a multiple of the ranks and cut into as many slices. A rank has its slices of all
-parameters back to back, in the order of `param_shapes`, cut into sub-groups at any element: `fp32_flat_groups`, and the
-optimizer's `state` by number of the sub-group. A frozen parameter is whole at stages 1 and 2, and cut the same at 3.
+At stages 1 and 2 each parameter group is one flat float32 tensor: its parameters one after another in the order of
+`param_shapes`, with padding at the end (and between them, if `parameter_alignment` is set). A rank stores one slice of
+it. The masters are stored without the padding at the end; the moments may have it.
+At stage 3 each parameter is padded to a multiple of the ranks and cut into one slice for each rank. A rank stores its
+slices of all parameters one after another, in the order of `param_shapes`, cut into sub-groups at any element: the
+masters in `fp32_flat_groups`, the moments in the optimizer's `state`, by number of the sub-group. A frozen parameter is
+stored whole at stages 1 and 2, and in slices at stage 3.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 def import_deepspeed(
     source: Path, target: Path, *, tag: str | None = None, progress: Progress = lambda done, total: None
 ) -> Path:
-    """Write a checkpoint of DeepSpeed anew as one of the engine's; nothing of it is executed.
+    """Convert a checkpoint of DeepSpeed to one of the engine. No code of the checkpoint is executed.
 
     Args:
         source: the checkpoint, or a directory of checkpoints.
-        target: a directory of checkpoints; the new one has the same tag, and is loaded by default.
-        tag: which one of the source's directory; by default what `latest` names.
+        target: a directory of checkpoints. The new one gets the same tag and is loaded by default.
+        tag: the checkpoint in the directory `source`; by default the one that its file `latest` names.
 
     Returns:
         The new checkpoint's directory.
 
     Raises:
-        CheckpointError: it is damaged, incomplete, or of a kind that cannot be taken over.
+        CheckpointError: the checkpoint is damaged, incomplete, or of a kind that cannot be imported.
         StorageError: writing failed.
     """
     path = deepspeed_at(source, tag)
@@ -72,10 +73,10 @@ def import_deepspeed(
 
 
 def describe(files: DeepSpeedFiles) -> Foreign:
-    """What the files hold; no tensor is read.
+    """Return the content of the files, without reading the values of parameters.
 
     Raises:
-        CheckpointError: it does not fit together.
+        CheckpointError: the files contradict each other or are damaged.
     """
     path, model = files.path, files.models[0]
     groups = _param_shapes(path, model)
@@ -91,7 +92,7 @@ def describe(files: DeepSpeedFiles) -> Foreign:
 
 
 def _param_shapes(path: Path, model: Mapping[str, Any]) -> list[Shapes]:
-    """Names and shapes of the trained parameters, by group (of any size at stage 3)."""
+    """Return names and shapes of the trained parameters, by group (of any size at stage 3)."""
     shapes = model.get("param_shapes")
     groups = [shapes] if isinstance(shapes, Mapping) else shapes  # versions before 0.4 had one group
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
@@ -110,12 +111,13 @@ def _shape(path: Path, name: Any, shape: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Moments:
-    """Which moments there are, and how to find them.
+    """The moments of the checkpoint.
 
     Attributes:
-        names: there, by name here; None if no update has been made and they are zeros.
-        kind: as in a manifest.
-        slots: of every rank: of every flat tensor its state.
+        names: DeepSpeed's name of each moment, by the engine's name.
+        kind: the engine's names of the two moments, as in a manifest.
+        slots: the optimizer's state of each flat tensor, by rank and index of the tensor.
+        steps: number of updates of each flat tensor.
     """
 
     names: Mapping[str, str]
@@ -124,7 +126,7 @@ class _Moments:
     steps: tuple[int, ...]
 
     def flat(self, rank: int, index: int, here: str, numel: int) -> torch.Tensor | None:
-        """A moment of a flat tensor of `numel` elements; None if it is zero."""
+        """Return a moment of a flat tensor of `numel` elements, by the engine's name; None if it is zero."""
         found = self.slots[rank][index].get(self.names[here])
         if found is None:
             return None
@@ -149,7 +151,7 @@ def _moments(files: DeepSpeedFiles) -> _Moments:
     if not found and kept_by_sgd:
         found = {frozenset({"momentum_buffer"})}
     if not found and any("betas" in group for group in groups) and not files.models[0].get("global_steps"):
-        found = {frozenset({"exp_avg", "exp_avg_sq"})}  # before the first update
+        found = {frozenset({"exp_avg", "exp_avg_sq"})}  # Adam, before the first update
     unknown = frozenset({"momentum_buffer"}) in found and not kept_by_sgd  # Muon's
     renamed = {"exp_avg_sq": "sum"} if found == {frozenset({"exp_avg_sq"})} else {}  # DeepSpeed's own Adagrad
     names = {renamed.get(key, key): key for keys in found for key in sorted(keys)}
@@ -160,7 +162,7 @@ def _moments(files: DeepSpeedFiles) -> _Moments:
 
 
 def _steps(files: DeepSpeedFiles, slots: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[int, ...]:
-    """Updates that each flat tensor has had."""
+    """Return the number of updates of each flat tensor."""
     model, groups = files.models[0], files.param_groups or [{}]
     made = max(0, int(model.get("global_steps") or 0) - int(model.get("skipped_steps") or 0))
     shared = files.states(0).get("base_optimizer_state_step")
@@ -176,7 +178,7 @@ def _steps(files: DeepSpeedFiles, slots: Sequence[Sequence[Mapping[str, Any]]]) 
 
 
 def _slots(files: DeepSpeedFiles, rank: int, count: int) -> tuple[Mapping[str, Any], ...]:
-    """The state of each flat tensor of a rank."""
+    """Return the optimizer's state of each flat tensor of a rank."""
     base = files.base_states(rank)
     if not isinstance(base, Mapping):
         how = "by elastic_checkpoint: switch that off, and save it again" if isinstance(base, list) else "without them"
@@ -186,7 +188,7 @@ def _slots(files: DeepSpeedFiles, rank: int, count: int) -> tuple[Mapping[str, A
 
 
 def _flats(files: DeepSpeedFiles, rank: int) -> list[torch.Tensor]:
-    """A rank's flat masters: a slice of each group or, at stage 3, its sub-groups."""
+    """Return a rank's flat masters: a slice of each group or, at stage 3, its sub-groups."""
     key = "fp32_flat_groups" if files.slices else "single_partition_of_fp32_groups"
     flats = files.states(rank).get(key)
     if not isinstance(flats, list) or not all(isinstance(flat, torch.Tensor) for flat in flats):
@@ -216,13 +218,13 @@ def _stage_1_and_2(files: DeepSpeedFiles, groups: Sequence[Shapes], moments: _Mo
 
 
 def _offsets(files: DeepSpeedFiles, group: int, shapes: Shapes, lengths: Sequence[int]) -> dict[str, int]:
-    """Where each parameter begins in its group's flat tensor, of which the ranks have so many elements."""
+    """Return where each parameter begins in its group's flat tensor. `lengths` are the elements that each rank has."""
     paddings = _saved_for(files, 0, "param_alignment_paddings", group)
     offsets, stop = {}, 0
     for position, (name, shape) in enumerate(shapes.items()):
         offsets[name] = stop
         stop += math.prod(shape) + (int(paddings[position]) if paddings else 0)
-    there, padding = sum(lengths), max(4096 * files.ranks, lengths[0])  # which the bf16 optimizer stores
+    there, padding = sum(lengths), max(4096 * files.ranks, lengths[0])  # the bf16 optimizer stores the padding, too
     if not stop <= there < stop + padding:
         raise CheckpointError(f"{files.path}: group {group} has {there} elements for parameters of {stop}")
     for rank in range(files.ranks):
@@ -239,13 +241,13 @@ def _offsets(files: DeepSpeedFiles, group: int, shapes: Shapes, lengths: Sequenc
 
 
 def _saved_for(files: DeepSpeedFiles, rank: int, key: str, group: int) -> Any:
-    """What a rank has noted of a group; None if this version of DeepSpeed does not."""
+    """Return what a rank has saved for a group under `key`; None if its version of DeepSpeed does not save it."""
     noted = files.states(rank).get(key)
     return noted[group] if isinstance(noted, list) and group < len(noted) else None
 
 
 def _address(place: Any) -> tuple[int, int]:
-    """First element and elements of a slice, from what stands in for DeepSpeed's class of them."""
+    """Return (first element, number of elements) of a slice; `place` stands for an object of DeepSpeed's class."""
     if isinstance(place, ForeignObject) and isinstance(place.get("start"), int):
         return place.get("start"), place.get("numel")
     return 0, 0
@@ -253,7 +255,7 @@ def _address(place: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Values within others, from an element on."""
+    """A range of other values, from element `offset` on."""
 
     whole: Values
     offset: int
@@ -264,7 +266,7 @@ class _Part:
 
 
 def _values(files: DeepSpeedFiles, name: str, pieces: Sequence[torch.Tensor | None], step: int) -> Values:
-    """A moment of a flat tensor; before the first update, ranks may have none."""
+    """Return a moment of a flat tensor. Before the first update, all ranks may lack it: it is zero."""
     found = tuple(piece for piece in pieces if piece is not None)
     if len(found) == len(pieces):
         return Pieces(found)
@@ -312,13 +314,13 @@ def _stage_3(files: DeepSpeedFiles, groups: Sequence[Shapes], moments: _Moments)
 
 
 def _slice_numel(files: DeepSpeedFiles, shape: tuple[int, ...]) -> int:
-    """Elements of a parameter that each rank has, padding included."""
+    """Return the number of elements of a parameter in each rank's slice, padding included."""
     return -(-math.prod(shape) // files.ranks)
 
 
 @dataclass(frozen=True)
 class _Sliced:
-    """A parameter of which each rank has as many elements, one after the other."""
+    """A parameter in slices of equal length, one for each rank, in the order of the ranks."""
 
     slices: tuple[Values, ...]
     numel: int
@@ -337,7 +339,7 @@ class _Sliced:
 
 
 def _frozen(files: DeepSpeedFiles, trained: Set[str]) -> Iterator[ForeignParam]:
-    """What is not trained: in fragments at stage 3, in the module's state dict before."""
+    """Yield the frozen parameters: from fragments at stage 3, from the module's state dict at stages 1 and 2."""
     path = files.path
     if not files.slices:
         yield from _frozen_whole(files.models[0], trained)

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint (ZeRO 1, 2 and 3): which there must be, and what is in them."""
+"""Find, open and check the files of a DeepSpeed checkpoint (ZeRO 1, 2 and 3)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _GLOBAL_STEPS = "global_steps"
 
 @dataclass(frozen=True)
 class DeepSpeedFiles:
-    """What all ranks have saved, with tensors that stay in the files.
+    """The content of the files of all ranks. Large tensors stay in the files.
 
     Attributes:
-        path: of the checkpoint.
-        models: model states by rank; one alone at stages 1 and 2, where all ranks have the same.
+        path: the checkpoint's directory.
+        models: model states by rank; a single one at stages 1 and 2, where they are the same for all ranks.
         optimizers: optimizer states by rank.
-        level: of ZeRO, 1 to 3.
+        level: the stage of ZeRO, 1 to 3.
     """
 
     path: Path
@@ -44,35 +44,35 @@ class DeepSpeedFiles:
 
     @property
     def slices(self) -> bool:
-        """Every parameter is cut into a slice for each rank; otherwise whole groups are."""
+        """Whether every parameter is cut into a slice for each rank (stage 3). Otherwise every group is."""
         return self.level == 3
 
     def states(self, rank: int) -> Mapping[str, Any]:
-        """What the optimizer of a rank has saved; raises as `states_of`."""
+        """Return the states of a rank's ZeRO optimizer. Raises as `states_of`."""
         return states_of(self.optimizers[rank], self.path)
 
     def base_states(self, rank: int) -> Any:
-        """What the optimizer within ZeRO's has saved on a rank; None if it has saved nothing."""
+        """Return the states of the optimizer that a rank's ZeRO optimizer wraps; None if there are none."""
         return self.states(rank).get("optimizer_state_dict" if self.slices else "base_optimizer_state")
 
     @property
     def param_groups(self) -> list[Mapping[str, Any]]:
-        """The parameter groups of the optimizer within ZeRO's; empty if the checkpoint has none."""
+        """The parameter groups of the wrapped optimizer; empty if the checkpoint has none."""
         base = self.base_states(0)
         groups = base.get("param_groups") if isinstance(base, Mapping) else None
         return groups if isinstance(groups, list) else []
 
 
 def is_deepspeed(path: Path) -> bool:
-    """A directory has files of such a checkpoint."""
+    """Whether a directory has files of a DeepSpeed checkpoint."""
     return path.is_dir() and any(_MODEL.fullmatch(file.name) for file in path.iterdir())
 
 
 def deepspeed_at(source: Path, tag: str | None = None) -> Path:
-    """The checkpoint that is meant: the path itself or, of a directory of checkpoints, a tag or what `latest` names.
+    """Return the path of a checkpoint: `source / tag`, `source` itself, or what `latest` in directory `source` names.
 
     Raises:
-        CheckpointError: there is none of DeepSpeed's.
+        CheckpointError: there is no checkpoint of DeepSpeed.
         ConfigError: `tag` is no plain name.
     """
     path = source
@@ -91,7 +91,7 @@ def read_files(path: Path) -> DeepSpeedFiles:
     """Open the files of all ranks.
 
     Raises:
-        CheckpointError: one is missing or cannot be read, or the checkpoint is of a kind that cannot be taken over.
+        CheckpointError: a file is missing or cannot be read, or the checkpoint is of a kind that cannot be imported.
     """
     names = sorted(file.name for file in path.iterdir())
     for name in names:
@@ -113,7 +113,7 @@ def read_files(path: Path) -> DeepSpeedFiles:
 
 
 def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> list[str]:
-    """Names of one kind, by rank: one of each, and of a model in one part."""
+    """Return the file names that match, by rank. Refuse missing or double ranks, and model parallelism."""
     found: dict[int, str] = {}
     for name in names:
         match = pattern.fullmatch(name)
@@ -136,7 +136,7 @@ def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> list[str
 
 
 def states_of(optimizer: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """What the optimizer of one rank has saved; refused if that is nothing."""
+    """Return the states in one rank's optimizer file. Raise CheckpointError if there are none."""
     states = optimizer.get("optimizer_state_dict")
     if not isinstance(states, Mapping):
         raise CheckpointError(f"{path} has no optimizer states (`optimizer_state_dict`)")
@@ -145,8 +145,8 @@ def states_of(optimizer: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
 def _level(path: Path, optimizers: tuple[Mapping[str, Any], ...]) -> int:
     states = states_of(optimizers[0], path)
-    level = states.get("zero_stage", 1)  # the bf16 optimizer, which shards as stage 1 does, does not say so
-    if isinstance(level, ForeignObject):  # of an enumeration
+    level = states.get("zero_stage", 1)  # the bf16 optimizer shards as stage 1 does, and saves no stage
+    if isinstance(level, ForeignObject):  # a member of DeepSpeed's enumeration
         level = level.arguments[0] if level.arguments else None
     if level not in (1, 2, 3):
         raise CheckpointError(f"{path} is of ZeRO stage {brief(level)}; 1, 2 and 3 can be imported")

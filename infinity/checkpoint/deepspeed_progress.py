@@ -1,4 +1,4 @@
-"""What DeepSpeed's checkpoints hold beside tensors of parameters, as the engine's `extra.pt` has it."""
+"""Convert the state outside of parameters (counters, groups, schedule, loss scale, buffers) from DeepSpeed's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.checkpoint.pickles import ForeignObject, stranger, whole
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.kinds import ADAM, kind_from_config
 
-# What DeepSpeed itself puts into its model states; the rest is the client's.
+# Keys that DeepSpeed itself puts into its model states. All others are of the client's state.
 _OWN = frozenset(
     {
         "autoep_layers",
@@ -42,7 +42,7 @@ _OWN = frozenset(
         "universal_checkpoint_info",
     }
 )
-# Of a parameter group: what is no hyper-parameter of a rule, or is ours under another name.
+# Keys of a parameter group that are no hyper-parameters, or that the engine stores under another name.
 _LEFT_OUT = frozenset(
     {
         "params",
@@ -62,7 +62,7 @@ _LEFT_OUT = frozenset(
 
 
 def counters_of(files: DeepSpeedFiles) -> dict[str, int]:
-    """The engine's step counters."""
+    """Return the engine's step counters."""
     model, config = files.models[0], _config(files)
     steps = int(model.get("global_steps") or 0)
     accumulation = config.get("gradient_accumulation_steps")
@@ -75,7 +75,7 @@ def counters_of(files: DeepSpeedFiles) -> dict[str, int]:
 
 
 def extra_of(files: DeepSpeedFiles, param_names: frozenset[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What `extra.pt` is to hold, and what was left out, in words."""
+    """Return the content of `extra.pt`, and a sentence about each value that was left out."""
     model, notes = files.models[0], []
     groups = _param_groups(files)
     client = {key: value for key, value in model.items() if isinstance(key, str) and key not in _OWN}
@@ -102,7 +102,7 @@ def _config(files: DeepSpeedFiles) -> Mapping[str, Any]:
 
 
 def _param_groups(files: DeepSpeedFiles) -> list[dict[str, Any]]:
-    """The groups' hyper-parameters, as far as the checkpoint has them."""
+    """Return the groups' hyper-parameters, as far as the checkpoint has them."""
     configured = _decoupled(_config(files))
     groups = []
     for group in files.param_groups:
@@ -117,7 +117,7 @@ def _param_groups(files: DeepSpeedFiles) -> list[dict[str, Any]]:
 
 
 def _decoupled(config: Mapping[str, Any]) -> bool | None:
-    """Whether the optimizer section's Adam decays weights in AdamW's way; None if there is no such section."""
+    """Whether the Adam of the config's optimizer section decays weights as AdamW does; None if it has no Adam."""
     section = config.get("optimizer")
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
         return None
@@ -131,17 +131,17 @@ def _decoupled(config: Mapping[str, Any]) -> bool | None:
 
 
 def _schedule(state: Any, rates: list[float]) -> dict[str, Any] | None:
-    """Where the LR schedule is, as a schedule of this library or of torch has it."""
+    """Return the LR schedule's state, in the form of this library's or torch's schedules."""
     if not isinstance(state, Mapping):
         return None
-    if set(state) == {"last_batch_iteration"}:  # one of DeepSpeed's own: it counts from -1, ours from 0
+    if set(state) == {"last_batch_iteration"}:  # a schedule of DeepSpeed: it counts from -1, this library's from 0
         finished = int(state["last_batch_iteration"]) + 1
         return {"last_epoch": finished, "_step_count": finished + 1, "_last_lr": rates}
     return {key: value for key, value in state.items() if stranger(value) is None}
 
 
 def _loss_scale(files: DeepSpeedFiles) -> dict[str, float] | None:
-    """Where a dynamic loss scale is; it moves here as it does there."""
+    """Return the state of a dynamic loss scale; None if there is none. Both libraries change it by the same rules."""
     scaler = files.states(0).get("loss_scaler")
     if not isinstance(scaler, ForeignObject) or scaler.get("cur_scale") is None:
         return None
@@ -156,7 +156,7 @@ def _loss_scale(files: DeepSpeedFiles) -> dict[str, float] | None:
 
 
 def _buffers(model: Mapping[str, Any], param_names: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Persistent buffers, by name."""
+    """Return the persistent buffers, by name."""
     names, module = model.get("buffer_names") or [], model.get("module")
     if not isinstance(module, Mapping):
         return {}

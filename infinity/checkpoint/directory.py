@@ -1,4 +1,4 @@
-"""A directory of checkpoints: each appears whole or not at all."""
+"""A directory of checkpoints, to which each checkpoint is added atomically."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from infinity.zero.ranks import Ranks
 from infinity.zero.shared_directory import MARK
 
 _LATEST = "latest"
-_NEW = ".tmp-new-"  # + tag: being filled
-_OLD = ".tmp-old-"  # + tag: is being replaced, see [Note: what is replaced]
+_NEW = ".tmp-new-"  # + tag: a checkpoint that is being written
+_OLD = ".tmp-old-"  # + tag: a checkpoint that is being replaced, see [Note: what is replaced]
 _MARK = ".tmp-latest"
 _MAX_TAG_BYTES = 4096
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOLCK)  # where a filesystem has none
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOLCK)  # of a filesystem without locks
 
 
 def latest_tag(directory: Path) -> str | None:
@@ -50,34 +50,34 @@ def latest_tag(directory: Path) -> str | None:
 
 
 def tags(directory: Path) -> list[str]:
-    """Names of all directories that may be checkpoints."""
+    """Return the names of all directories that may be checkpoints."""
     if not directory.is_dir():
         return []
     return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".") and path.is_dir())
 
 
 def remove(directory: Path, tag: str) -> None:
-    """Remove a checkpoint, so that a crash leaves it whole or leaves what the next save removes."""
+    """Remove a checkpoint atomically. After a crash it is whole, or the next save removes the rest of it."""
     gone = directory / f"{_NEW}{tag}"
     (directory / tag).rename(gone)
-    sync_directory(directory)  # else its files may go before its name
+    sync_directory(directory)  # otherwise a crash may leave its old name with only some of its files
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def check_tag(tag: str) -> None:
-    """Refuse a tag that is no plain file name: one that is empty, hidden, or leads elsewhere."""
+    """Raise ConfigError for a tag that is no plain file name: empty, hidden, or outside of the directory."""
     if not is_file_name(tag) or tag.startswith(".") or tag == _LATEST:
         raise ConfigError(f"checkpoint tag {tag!r} must be a plain directory name")
 
 
 class Replacement:
-    """A directory to fill, which then takes the place of `directory/tag`.
+    """A temporary directory for a new checkpoint, which then replaces `directory/tag`.
 
-    Nothing that was there before is touched until `publish`; after a crash at any moment, either the old or the new
-    checkpoint is whole. What an interrupted save left behind goes at `begin`.
+    `publish` does the replacement; until then an older checkpoint is unchanged. After a crash at any moment, either the
+    old or the new checkpoint is whole. `begin` removes the leftovers of an interrupted save.
 
     Args:
-        mark_latest: make it the one that is loaded by default.
+        mark_latest: let the file `latest` name the new checkpoint, so that it is loaded by default.
     """
 
     def __init__(self, directory: Path, tag: str, *, mark_latest: bool = True) -> None:
@@ -90,12 +90,11 @@ class Replacement:
         self._begun = False
 
     def begin(self) -> None:
-        """Make the directory.
+        """Make the temporary directory, and lock the directory of checkpoints.
 
         Raises:
-            StorageError: it cannot be made.
-            CheckpointError: another process is saving in this directory, or it has something of another kind at a
-                place that is needed.
+            StorageError: the directory cannot be made.
+            CheckpointError: another process is saving here, or `directory` or `latest` is not of the expected kind.
         """
         directory = self._directory
         try:
@@ -110,22 +109,23 @@ class Replacement:
             raise _storage_error(error, Path(error.filename or directory)) from error
 
     def publish(self) -> None:
-        """Have the new checkpoint be there; what it is made of must be on the drive.
+        """Replace the old checkpoint by the new one. The files of the new one must be on the drive.
 
         Raises:
-            OSError: it cannot be renamed.
+            OSError: a directory cannot be renamed.
         """
         sync_directory(self.path)
         _swap(self._directory, self.path, self._tag, self._mark_latest)
         self._begun = False
 
     def remove_replaced(self) -> None:
-        """Remove what it has taken the place of, once the new checkpoint is in the directories of all ranks."""
+        """Remove the replaced checkpoint. The new one must be published in the directories of all ranks."""
         shutil.rmtree(self._directory / f"{_OLD}{self._tag}", ignore_errors=True)
 
     def close(self) -> None:
-        """Remove what is not published, and let others save here."""
-        with self._held, suppress(OSError):  # the next save or load restores it; the error of writing is to be seen
+        """Remove an unpublished checkpoint, and release the lock."""
+        # Suppressed, so that the caller sees the error of the write. The next save or load restores the directory.
+        with self._held, suppress(OSError):
             if self._begun:
                 self._begun = False
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -134,7 +134,7 @@ class Replacement:
 
 @contextmanager
 def replacing(directory: Path, tag: str, *, mark_latest: bool = True) -> Iterator[Path]:
-    """A `Replacement` to fill, which is published if the block ends well.
+    """Yield the directory of a `Replacement`, which is published if the block raises nothing.
 
     Raises:
         StorageError: writing failed, for example because the disk is full.
@@ -150,7 +150,7 @@ def replacing(directory: Path, tag: str, *, mark_latest: bool = True) -> Iterato
 
 @contextmanager
 def writing(path: Path, what: str = "the checkpoint") -> Iterator[None]:
-    """Turn errors of files into a StorageError that says that `what`, at `path`, cannot be written."""
+    """Convert an OSError of the block into a StorageError: "`what` cannot be written", with `path` as its file."""
     try:
         yield
     except OSError as error:
@@ -160,19 +160,19 @@ def writing(path: Path, what: str = "the checkpoint") -> Iterator[None]:
 
 
 def restore_interrupted(directory: Path) -> set[str]:
-    """If a save died between its two renames, give the checkpoint that it was to replace its name back.
+    """Restore the name of a checkpoint whose replacement was interrupted between its two renames.
 
     Returns:
-        Tags of checkpoints that are replaced and still there.
+        Tags of replaced checkpoints that have not been removed yet.
 
     Raises:
-        CheckpointError: it cannot be renamed.
+        CheckpointError: a checkpoint cannot be renamed.
     """
     try:
         if not any(directory.glob(f"{_OLD}*")):
             return set()
         with locked(directory) as alone:
-            if alone:  # else a save is under way, which has nothing to be restored
+            if alone:  # otherwise a running save holds the lock, and it was not interrupted
                 _restore(directory)
         return {path.name.removeprefix(_OLD) for path in directory.glob(f"{_OLD}*")}
     except OSError as error:
@@ -183,15 +183,15 @@ def restore_interrupted(directory: Path) -> set[str]:
 
 
 def resolve_replaced(ranks: Ranks, directory: Path) -> None:
-    """See [Note: what is replaced]; all ranks call this together.
+    """Restore replaced checkpoints after an interrupted save. All ranks call this together.
 
     [Note: what is replaced]
-    A checkpoint that is replaced stays under another name until the new one is in the directories of all ranks, of
-    which rank 0's is the last. A crash before that leaves the old one: it gets its name back where nothing has it, and
-    where the new one has it although rank 0 has the old one still.
+    A replaced checkpoint stays under another name until the new one is published in the directories of all ranks; rank
+    0's directory is the last. After a crash before that, the old checkpoint counts. It gets its name back in every
+    directory where the name is free, or where the new one has the name although rank 0's directory has the old one.
 
     Raises:
-        CheckpointError: it cannot be renamed.
+        CheckpointError: a checkpoint cannot be renamed.
     """
     left = ranks.each(lambda: restore_interrupted(directory), "what an interrupted save has left")
     replaced, found = left[ranks.rank], sorted(set().union(*left))
@@ -203,13 +203,13 @@ def resolve_replaced(ranks: Ranks, directory: Path) -> None:
         if not directory.is_dir():
             return
         with locked(directory) as alone:
-            for tag in sorted(replaced) if alone else ():  # else a rank beside this one does
+            for tag in sorted(replaced) if alone else ():  # otherwise a rank that shares the directory does it
                 new, old = directory / tag, directory / f"{_OLD}{tag}"
                 if counts[tag] is not None and _content(old / MANIFEST) == counts[tag] != _content(new / MANIFEST):
                     discard(directory / f"{_NEW}{tag}")
                     new.rename(directory / f"{_NEW}{tag}")
                     old.rename(new)
-        sync_directory(directory)  # everywhere, before the next save removes what is replaced anywhere
+        sync_directory(directory)  # on all ranks, before the next save removes a replaced checkpoint on any rank
 
     try:
         ranks.each(resolve, "what an interrupted save has replaced")
@@ -229,10 +229,10 @@ def _swap(directory: Path, temporary: Path, tag: str, mark_latest: bool) -> None
     replaced = directory / f"{_OLD}{tag}"
     mark = directory / _MARK
     if mark_latest:
-        write_file(mark, tag.encode())  # first: from here on nothing needs space
+        write_file(mark, tag.encode())  # first, because a full disk could fail this write; the renames need no space
     if final.exists():
         final.rename(replaced)
-        sync_directory(directory)  # before the name has two claimants, of which a crash might leave the new one alone
+        sync_directory(directory)  # both renames at once could reach the drive in any order
     temporary.rename(final)
     sync_directory(directory)
     if mark_latest:
@@ -249,21 +249,21 @@ def _restore(directory: Path) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """What an interrupted save left, and whatever else has such a name."""
+    """Remove everything that an interrupted save left, and any other file with such a name."""
     found = [path for prefix in (_NEW, _OLD, MARK) for path in directory.glob(f"{prefix}*")]
     if found:
-        # What they were replaced by has its name from a process that may have died before that was on the drive.
+        # The process that renamed the replacement may have died before the new name was on the drive.
         sync_directory(directory)
     for stale in (*found, directory / _MARK):
         discard(stale)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory to save in, unless it is there; a crash leaves its name.
+    """Make a directory to save in, unless it exists. Its name is on the drive when this returns.
 
     Raises:
-        CheckpointError: there is something else.
-        OSError: it cannot be made.
+        CheckpointError: the path exists and is no directory.
+        OSError: the directory cannot be made.
     """
     try:
         make_lasting(path)
@@ -273,11 +273,11 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Make a directory to save in, unless it is there, and hold its lock.
+    """Make a directory to save in, unless it exists, and hold its lock.
 
     Raises:
-        CheckpointError: another process is saving in it, or it is something else.
-        OSError: it cannot be made.
+        CheckpointError: another process is saving in it, or the path is no directory.
+        OSError: the directory cannot be made.
     """
     make_directory(directory)
     with locked(directory) as alone:
@@ -288,7 +288,7 @@ def exclusive(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[bool]:
-    """Hold the directory's lock; False if another process has it. Where a filesystem has no locks, all go ahead."""
+    """Hold the directory's lock. Yield False if another process holds it, True also if the filesystem has no locks."""
     descriptor, owner = os.open(directory, os.O_RDONLY | os.O_DIRECTORY), os.getpid()
     try:
         try:
@@ -308,7 +308,7 @@ def locked(directory: Path) -> Iterator[bool]:
 
 
 def _storage_error(error: OSError, path: Path, what: str = "the checkpoint") -> StorageError:
-    """An error of writing, with what to do about it."""
+    """Return the error of a failed write, with advice if the disk is full."""
     code = error.errno or errno.EIO
     hint = f"; {how_to_grow(error)} or save elsewhere" if code in NO_ROOM else ""
     return StorageError(code, f"{what} cannot be written: {os.strerror(code)}{hint}", str(path), 0)

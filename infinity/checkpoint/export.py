@@ -46,16 +46,16 @@ def export_16bit(
     file_name: str | None = None,
     frozen: bool = True,
 ) -> None:
-    """`Engine.save_16bit_model`: rank 0 writes, all ranks gather.
+    """Implement `Engine.save_16bit_model`: all ranks gather the parameters, rank 0 writes them.
 
     Args:
-        parameters: every parameter by name, which gathers as it goes.
-        file_name: of the one file to write; None for a directory as transformers has it.
+        parameters: every parameter by name. Each step of the iterator gathers one, on all ranks.
+        file_name: the name of a single file to write; None for a directory in transformers' format.
         frozen: write frozen parameters, too.
 
     Raises:
-        StorageError: writing failed; an earlier export is still there.
-        ConfigError: `max_shard_size` is no size, or `file_name` no name.
+        StorageError: writing failed. An earlier export is unchanged.
+        ConfigError: `max_shard_size` is no size, or `file_name` is no file name.
         InfinityError: the model is divided by tensor parallelism.
         CheckpointError: rank 0 could not write.
     """
@@ -87,13 +87,13 @@ def export_16bit(
 
 
 def write_on_rank_0(ranks: Ranks, values: Iterator[object], write: Callable[[], None]) -> None:
-    """Have rank 0 write what all ranks gather together.
+    """Call `write` on rank 0, and iterate over `values` to the end on all ranks.
 
     Args:
-        values: whose every step is such a gathering; `write` goes through it, as far as it comes.
+        values: each step is a gather of all ranks. `write` iterates over it, and may stop early by an error.
 
     Raises:
-        CheckpointError: rank 0, whose own error is raised there, could not.
+        CheckpointError: on the other ranks, if `write` raised an error on rank 0.
     """
     done = ranks.rank != 0
     try:
@@ -101,7 +101,7 @@ def write_on_rank_0(ranks: Ranks, values: Iterator[object], write: Callable[[], 
             write()
             done = True
     finally:
-        for _ in values:  # all ranks gather together, to the end
+        for _ in values:  # all ranks must take part in every gather
             pass
         failed = ranks.any(not done)
     if failed:
@@ -119,13 +119,13 @@ def write_model(
 ) -> None:
     """Write a model's weights and configuration.
 
-    They take the place of an earlier export in `directory` when all of them are whole; see `publish.py`.
+    They replace an earlier export in `directory` when all files are complete; see `publish.py`.
 
     Args:
-        model: has a transformers configuration, or none, which is then not written.
-        values: every tensor of `specs`, each once, in any order; converted to the dtype that `specs` has.
+        model: its transformers configuration is written, if it has one.
+        values: every tensor of `specs` once, in any order. Each is converted to its dtype in `specs`.
         specs: dtype and shape of every tensor, by name, in the order of the files.
-        dtype: what the configuration says.
+        dtype: the dtype that the configuration names.
         shard_bytes: size at which a new file begins; None for one file.
 
     Raises:
@@ -140,7 +140,7 @@ def write_model(
 def _write_single(
     directory: Path, name: str, values: Iterable[tuple[str, torch.Tensor]], specs: Specs, tied: Mapping[str, str]
 ) -> None:
-    """Write the tensors into one file of this name; a state dict of torch has `tied` ones by all of their names."""
+    """Write the tensors into one file. A state dict of torch also has the names in `tied`, a safetensors file not."""
     with _unfinished(directory) as unfinished:
         _write_shards(unfinished, {name: specs}, values)
         if Path(name).suffix != ".safetensors":
@@ -150,7 +150,7 @@ def _write_single(
 
 
 def _pickle(path: Path, tied: Mapping[str, str]) -> None:
-    """Make a safetensors file one of `torch.save`. Its bytes stay on the drive meanwhile."""
+    """Convert a safetensors file to the format of `torch.save`. Its tensors are memory-mapped, not read at once."""
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in read_header(path).items():
         tensors[key] = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
@@ -168,7 +168,7 @@ def _pickle(path: Path, tied: Mapping[str, str]) -> None:
 
 @contextmanager
 def _unfinished(directory: Path) -> Iterator[Path]:
-    """A directory for files on their way into `directory`, which nobody else writes an export to meanwhile."""
+    """Yield a temporary directory within `directory`, which is locked against other exports in this context."""
     unfinished = directory / _UNFINISHED
     with writing(directory, "the model"), exclusive(directory):
         discard(unfinished)
@@ -205,18 +205,18 @@ def files_of_library(directory: Path) -> Iterator[Path]:
 
 
 def specs_of(values: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Specs:
-    """Dtype and shape of these tensors; all but codes are stored in `dtype`."""
+    """Return the stored dtype and shape of these tensors. All but codes are stored in `dtype`."""
     return {name: (dtype if has_numbers(value) else value.dtype, tuple(value.shape)) for name, value in values.items()}
 
 
 def check_dtype(dtype: Any) -> None:
-    """Refuse what is no floating-point dtype of torch, to which weights cannot be rounded."""
+    """Raise ConfigError unless this is a floating-point dtype of torch."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"dtype is {dtype!r}; give a floating-point dtype of torch, such as torch.float32")
 
 
 def plan_shards(specs: Specs, shard_bytes: int | None, stem: str = "model") -> dict[str, Specs]:
-    """Which tensors go into which file, in order; a tensor larger than `shard_bytes` has a file of its own."""
+    """Return the tensors of each file, in order. A tensor larger than `shard_bytes` gets a file of its own."""
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     filled = 0
     for name, (dtype, shape) in specs.items():
@@ -257,7 +257,7 @@ def _write_config(directory: Path, model: nn.Module, dtype: torch.dtype) -> None
         setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", dtype)
         try:
             config.save_pretrained(directory)
-        except ValueError:  # of generation parameters in old configurations, which models are loaded with all the same
+        except ValueError:  # generation parameters of old configurations: models load them, but cannot save them
             config.to_json_file(directory / "config.json")
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "to_json_file"):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors: hyper-parameters, LR schedule, random states, buffers, the client's state."""
+"""The training state outside of the tiers: hyper-parameters, LR schedule, random states, buffers, client's state."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Parts:
-    """What of a checkpoint is taken beside parameters and buffers.
+    """Which parts of a checkpoint are loaded, besides parameters and buffers.
 
     Attributes:
-        optimizer: moments, updates that each parameter has had, and the parameter groups' hyper-parameters.
-        lr_scheduler: where the LR schedule is.
-        progress: step counters and random states.
+        optimizer: moments, number of updates of each parameter, and hyper-parameters of the parameter groups.
+        lr_scheduler: the state of the LR schedule.
+        progress: step counters, random states and loss scale.
     """
 
     optimizer: bool = True
@@ -48,7 +48,7 @@ class TrainingState:
     step: Step
 
     def collect(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        """What `apply` needs to go on, as tensors and plain values."""
+        """Return the state that `apply` restores, as tensors and plain values."""
         lr_scheduler = self.step.lr_scheduler
         return {
             "optimizer": self.optimizer.state_dict(),
@@ -61,10 +61,10 @@ class TrainingState:
         }
 
     def check(self, path: Path, extra: Mapping[str, Any], parts: Parts) -> None:
-        """See that `apply` will work; nothing is changed.
+        """Check that `apply` will accept the state. Nothing is changed.
 
         Args:
-            path: of the checkpoint, for messages.
+            path: path of the checkpoint, for messages.
 
         Raises:
             CheckpointError: something is missing or does not fit this run.
@@ -88,13 +88,13 @@ class TrainingState:
                 raise CheckpointError(f"{path} has no random state that this version of torch takes")
 
     def apply(self, path: Path, rank: int, extra: Mapping[str, Any], parts: Parts) -> None:
-        """Set what `collect` collected; `check` has passed.
+        """Restore the state that `collect` returned. `check` must have passed.
 
         Args:
-            path: of the checkpoint, for messages.
+            path: path of the checkpoint, for messages.
 
         Raises:
-            CheckpointError: a value is none that this run takes. Others may have been set by then.
+            CheckpointError: a value does not fit this run. Others may have been set before.
         """
         lr_scheduler = self.step.lr_scheduler
         try:
@@ -104,7 +104,7 @@ class TrainingState:
                 lr_scheduler.load_state_dict(extra["lr_scheduler"])
             with torch.no_grad():
                 for name, value in extra["buffers"].items():
-                    self.module.get_buffer(name).copy_(value)  # in the dtype that this run keeps it in
+                    self.module.get_buffer(name).copy_(value)  # converts to the dtype of this run's buffer
             if parts.progress:
                 self.step.losses.loss_scale.load_state_dict(extra["loss_scale"])
                 states = extra.get("rng_of_ranks", [])
@@ -113,7 +113,7 @@ class TrainingState:
                     _set_rng_states(of_this_rank)
         except InfinityError:
             raise
-        except Exception as error:  # whatever a schedule or torch makes of values of another kind
+        except Exception as error:  # schedules and torch raise various exceptions for values of another kind
             raise CheckpointError(
                 f"{path}: its schedule, buffers, loss scale or random state does not fit this run: "
                 f"{type(error).__name__}: {error}"
@@ -121,7 +121,7 @@ class TrainingState:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """The other names of parameters and buffers that have several, and the name that each is stored by."""
+    """Return the further names of tied parameters and buffers, each with the name that its values are stored by."""
     stored = {name: id(tensor) for name, tensor in (*module.named_parameters(), *persistent_buffers(module).items())}
     first = {key: name for name, key in reversed(stored.items())}
     buffers = persistent_buffers(module, remove_duplicate=False)
@@ -130,10 +130,10 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
-    """What came with the tensors.
+    """Read and check `extra.pt`.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds more than tensors and plain values.
+        CheckpointError: the file is missing or damaged, or holds objects that are not tensors or plain values.
     """
     path = directory / EXTRA
     content = read_plain(path)
@@ -143,17 +143,17 @@ def read_extra(directory: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def unpacked(content: bytes, what: str) -> dict[str, Any]:
-    """Return what `TrainingState.collect` collected, from its bytes.
+    """Return the state that `TrainingState.collect` returned, from its bytes.
 
     Args:
         what: description of the bytes, for messages.
 
     Raises:
-        CheckpointError: it is something else, or holds more than tensors and plain values.
+        CheckpointError: the bytes are something else, or hold objects that are not tensors or plain values.
     """
     try:
         extra = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever unpickling objects to
+    except Exception as error:  # damaged content can raise any exception
         raise CheckpointError(f"{what} cannot be loaded: {error}") from error
     if not isinstance(extra, dict):
         raise CheckpointError(f"{what} is damaged: it holds a {type(extra).__name__}")
@@ -161,12 +161,12 @@ def unpacked(content: bytes, what: str) -> dict[str, Any]:
 
 
 def _is_imported(key: str, extra: Mapping[str, Any]) -> bool:
-    """It is not there because another library saved the checkpoint, whose random states nobody knows."""
+    """Whether `key` is the random states and these are missing, because the checkpoint was imported."""
     return key == "rng" and key in extra and extra[key] is None
 
 
 def _has_no_groups(extra: Mapping[str, Any]) -> bool:
-    """Another library saved the checkpoint, and no hyper-parameters with it: this run's stay."""
+    """Whether the checkpoint was imported without hyper-parameters, so that this run keeps its own."""
     return _is_imported("rng", extra) and extra["optimizer"].get("param_groups") == []
 
 
@@ -189,7 +189,7 @@ def _check_groups(path: Path, groups: Any, optimizer: TieredOptimizer) -> None:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """A hyper-parameter is a number, or as many numbers, where its default is."""
+    """Whether a hyper-parameter is of its default's kind: a number, or a tuple of as many numbers."""
     if isinstance(default, tuple | list):
         return isinstance(value, tuple | list) and len(value) == len(default) and all(map(_fits, value, default))
     return not _is_number(default) or _is_number(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
@@ -200,7 +200,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_loss_scale(path: Path, saved: Mapping[str, Any]) -> None:
-    """See that `LossScale.load_state_dict` takes it."""
+    """Check that `LossScale.load_state_dict` will accept the state."""
     for name, value in saved.items():
         if not _is_number(value) or not math.isfinite(value) or (name == "value" and value <= 0):
             raise CheckpointError(f"{path} is damaged: `loss_scale.{name}` is {brief(value)}, which is no such number")
@@ -221,7 +221,7 @@ def _check_schedule(path: Path, state: Any, lr_scheduler: Any | None) -> None:
 
 
 def _schedule_state(lr_scheduler: Any) -> dict[str, Any]:
-    """Where an LR schedule is, without the functions that it is made of (SWALR's, before torch 2.7)."""
+    """Return the state of an LR schedule without functions (SWALR's state has one before torch 2.7)."""
     return {key: value for key, value in lr_scheduler.state_dict().items() if not callable(value)}
 
 
@@ -240,7 +240,7 @@ def _check_buffers(path: Path, saved: Mapping[str, Any], module: nn.Module) -> N
 
 
 def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:
-    """Buffers that are part of the state, by name; those of a module that has several names once, or by all of them."""
+    """Return the persistent buffers by name: a module with several names by the first one, or by all of them."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules(remove_duplicate=remove_duplicate)
@@ -266,4 +266,4 @@ def _set_rng_states(states: Mapping[str, Any]) -> None:
     if len(saved) == torch.accelerator.device_count():
         torch.get_device_module(device).set_rng_state_all(saved)
     elif saved:
-        _log.warning("the checkpoint has random states of %d devices, here are others", len(saved))
+        _log.warning("the random states of %d devices are not restored: this process has another number", len(saved))

@@ -1,4 +1,4 @@
-"""Small files of a checkpoint and their names. Nothing that is read is trusted, and nothing is waited for."""
+"""Read and write small files of a checkpoint. Content and names are not trusted, and no read blocks on a pipe."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, BinaryIO
 from infinity.config.paths import is_path
 from infinity.errors import CheckpointError
 
-MAX_BYTES = 1 << 30  # of a file that is read whole
+MAX_BYTES = 1 << 30  # the largest file that is read as a whole
 
 
 def open_plain(path: Path) -> BinaryIO:
     """Open a plain file for reading.
 
     Raises:
-        CheckpointError: it cannot be opened, or is a directory, pipe, socket or device, which could block for ever.
+        CheckpointError: the file cannot be opened, or is a directory, pipe, socket or device, which could block.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -40,10 +40,10 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path, limit_bytes: int = MAX_BYTES) -> bytes:
-    """The content of a plain file.
+    """Return the content of a plain file.
 
     Raises:
-        CheckpointError: it cannot be read, or is larger than any file of its kind.
+        CheckpointError: the file cannot be read, or is larger than `limit_bytes`.
     """
     with open_plain(path) as file:
         try:
@@ -57,10 +57,10 @@ def read_plain(path: Path, limit_bytes: int = MAX_BYTES) -> bytes:
 
 
 def parse_json(content: bytes) -> Any:
-    """UTF-8 JSON, whose objects have each key once.
+    """Parse UTF-8 JSON. Refuse objects with a double key.
 
     Raises:
-        ValueError: it is none, is nested too deeply, or has a number that is too long.
+        ValueError: the content is no such JSON, is nested too deeply, or has a number that is too long.
     """
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=_object)
@@ -76,7 +76,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def brief(value: Any) -> str:
-    """A value that a message can show, whatever somebody wrote into the file."""
+    """Return a short text of a value that was read from a file, for messages."""
     try:
         return reprlib.repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -84,12 +84,12 @@ def brief(value: Any) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether it names a file within its directory."""
+    """Whether a name is that of a file within a directory, without a path."""
     return is_path(name) and Path(name).name == name and name not in (".", "..")
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a new file and flush it to the drive; nothing that lies at its path is followed or overwritten."""
+    """Write a new file and flush it to the drive. Raise OSError if the path exists, also as a symbolic link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         file.write(content)
@@ -98,7 +98,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what lies at a path, of whatever kind it is; nothing is followed."""
+    """Remove the file, directory or symbolic link at a path, if there is one. Links are not followed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

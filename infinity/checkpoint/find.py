@@ -1,4 +1,4 @@
-"""Which checkpoint of a directory is meant."""
+"""Find the checkpoint of a directory that is to be loaded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint whose manifest is whole.
+    """A checkpoint with a valid manifest.
 
     Attributes:
-        manifest: as it is stored.
+        manifest: the bytes of the manifest.
     """
 
     tag: str
@@ -28,17 +28,17 @@ class Found:
 
 
 def find_checkpoint(directory: Path, tag: str | None, damaged: MutableMapping[str, CheckpointError]) -> Found | None:
-    """The checkpoint that is to be loaded.
+    """Return the checkpoint that is to be loaded.
 
     Args:
-        tag: None for the one that was saved last, and where that is damaged for the newest of the others of its run.
-        damaged: those that are known to be, and why; added to.
+        tag: None for the last saved checkpoint or, if it is damaged, the newest other one of the same run.
+        damaged: the errors of damaged checkpoints, by tag. These are skipped; newly found ones are added.
 
     Returns:
-        None if there is none but for those that were known to be damaged.
+        None if the directory has no checkpoint, or only those that were in `damaged` before.
 
     Raises:
-        CheckpointError: the one that is meant is damaged, and there is no other.
+        CheckpointError: the wanted checkpoint is damaged, and there is no other.
     """
     if tag is not None:
         check_tag(tag)
@@ -82,10 +82,10 @@ def _read(directory: Path, tag: str) -> Found:
 
 
 def _newest_of_others(directory: Path, damaged: MutableMapping[str, CheckpointError], run: str | None) -> Found | None:
-    """The one that was written last of those not known to be damaged, of this run if one is given."""
+    """Return the checkpoint that was written last, without those in `damaged`; of run `run` if it is not None."""
     candidates = []
     others: list[str] = []
-    with suppress(OSError):  # the drive fails: the error of the one that is meant says so
+    with suppress(OSError):  # the drive fails: the caller raises the error of the wanted checkpoint
         others = tags(directory)
     for path in [directory / tag for tag in others if tag not in damaged]:
         with suppress(CheckpointError, OSError):

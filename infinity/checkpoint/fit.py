@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of this model and this optimizer, by its manifest alone."""
+"""Check by the manifest alone that a checkpoint fits the model and the optimizer."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def check_fit(
     strict_model: bool,
     all_weights: bool,
 ) -> None:
-    """See that its tensors are those of this model.
+    """Check that the checkpoint's tensors are those of the model, and raise CheckpointError if not.
 
     Args:
-        codes: the model's own.
-        moments: its moments will be loaded, too.
-        strict_model: refuse what another model of the same parameters saved.
-        all_weights: refuse one without values for some frozen parameters or codes.
+        codes: the codes of the model, by name.
+        moments: the moments will be loaded, too.
+        strict_model: refuse a checkpoint of another model with the same parameters. Otherwise log a warning.
+        all_weights: refuse a checkpoint that lacks some frozen parameters or codes.
     """
     _check_weights(path, manifest, runtime, all_of_them=all_weights)
     _check_model(path, manifest, run, strict=strict_model)
@@ -42,7 +42,7 @@ def check_fit(
 
 
 def _check_model(path: Path, manifest: Manifest, run: Run, *, strict: bool) -> None:
-    """The model that was saved computes what this one does, as far as that can be seen."""
+    """Check that the saved model computes the same as this one, as far as `identity.py` can see that."""
     difference = None if manifest.model is None else first_difference(manifest.model, run.model)
     if difference is None:
         return
@@ -55,7 +55,7 @@ def _check_model(path: Path, manifest: Manifest, run: Run, *, strict: bool) -> N
 
 
 def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
-    """The checkpoint, of this model, has moments of this optimizer, and of no parameter that is not trained here."""
+    """Check that the moments are those of this optimizer, and of no parameter that is frozen here."""
     ours = (runtime.layout.first, runtime.layout.second)
     if manifest.moments != ours:
         raise CheckpointError(
@@ -82,7 +82,7 @@ def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:
 
 
 def _check_weights(path: Path, manifest: Manifest, runtime: Runtime, *, all_of_them: bool) -> None:
-    """Every parameter of the model is there, in its shape, and none beside them."""
+    """Check that the checkpoint has every parameter of the model, in its shape, and no others."""
     saved = manifest.stored(MASTER_FIELD) | manifest.stored(FROZEN_FIELD)
     infos = [info for unit in runtime.partition.units for info in unit.params]
     kept = []

@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself. docs/checkpoints.md is the specification; this and `tensors.py` are its code.
+"""Read, check and write the manifest of a checkpoint. docs/checkpoints.md specifies the format; see also `tensors.py`.
 
-A trainable parameter `w` has `master.w`, float32, and the moments of its optimizer in the dtypes of the state format;
-a frozen one has `param.w` in the compute dtype, or `code.w` in its own if it is integers or other codes.
+A trainable parameter `w` is stored as `master.w`, float32, and the moments of its optimizer in the dtypes of the state
+format; a frozen one as `param.w` in the compute dtype, or as `code.w` in its own if it is integers or other codes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.optim.formats import layout_with_moments
 from infinity.tiers.state_layout import StateField, StateLayout
 
 VERSION = 3
-_READ = (2, 3)  # in 2 a tensor is whole in one file, and has one checksum
+_READ = (2, 3)  # in format 2 each tensor is whole in one file, and has one checksum
 MANIFEST = "manifest.json"
 EXTRA = "extra.pt"
 MASTER_FIELD = "master"
@@ -39,23 +39,23 @@ _MAX_COUNT = 1 << 62
 
 
 class UnknownFormatError(CheckpointError):
-    """A checkpoint of a version that is not known here, which may be whole."""
+    """The checkpoint has an unknown format version. It need not be damaged."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint, without the values.
 
     Attributes:
         state_format: format of the moments; see `infinity.optim.formats`.
-        moments: names of the optimizer's signed moment and of the one that is never negative, each may be None.
-        tensors: by key, `field.parameter`.
-        ranks: that saved it.
-        steps: updates that each trainable parameter has had.
+        moments: names of the optimizer's signed moment and of the one that is never negative; each may be None.
+        tensors: the stored tensors, by key `field.parameter`.
+        ranks: number of ranks that saved it.
+        steps: number of updates of each trainable parameter.
         counters: the engine's step counters.
         extra_crc: CRC-32 of the file with schedules, random states and the client's state.
-        run: which training run saved it; None of checkpoints from before runs had names.
-        model: what the model is beside its parameters, see `identity.py`; None likewise.
+        run: the training run that saved it; None in old checkpoints.
+        model: the model's configuration and classes, see `identity.py`; None in old and imported checkpoints.
     """
 
     state_format: str
@@ -70,31 +70,31 @@ class Manifest:
 
     @property
     def layout(self) -> StateLayout:
-        """How the moments are kept."""
+        """The format of the moments."""
         return layout_with_moments(self.state_format, *self.moments)
 
     def stored(self, field: str) -> dict[str, StoredTensor]:
-        """The tensors of a field by parameter: of masters, of frozen parameters, or of codes."""
+        """Return the tensors of a field (masters, frozen parameters, codes, or a moment), by parameter."""
         prefix = f"{field}."
         return {key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
 
     @property
     def files(self) -> list[str]:
-        """Names of the files of tensors."""
+        """The names of the tensor files."""
         return list(dict.fromkeys(part.file for tensor in self.tensors.values() for part in tensor.parts))
 
     @property
     def has_whole_sums(self) -> bool:
-        """Tensors have one checksum each, as in format 2."""
+        """Whether tensors have one checksum each, as in format 2."""
         return any(part.block_bytes != BLOCK_BYTES for tensor in self.tensors.values() for part in tensor.parts)
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def to_bytes(self) -> bytes:
-        """The manifest as it is stored."""
+        """Return the manifest as it is stored, with its checksum."""
         content: dict[str, Any] = {
             "format": VERSION,
             "state_format": self.state_format,
@@ -119,12 +119,12 @@ def _tensor_record(tensor: StoredTensor) -> dict[str, Any]:
 
 
 def stored_fields(layout: StateLayout) -> tuple[StateField, ...]:
-    """The tensors of a trainable parameter: the master whole, and the moments as the format keeps them."""
+    """Return the fields that are stored for a trainable parameter: the float32 master, and the format's moments."""
     return (StateField(MASTER_FIELD, torch.float32), *layout.moment_fields)
 
 
 def stored_shape(field: StateField, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the tensor of `field` for a parameter of this shape; scales of blocks are flat."""
+    """Return the shape of the tensor of `field` for a parameter of this shape. Scales of blocks are flat."""
     return shape if field.block == 1 else (field.length(torch.Size(shape).numel()),)
 
 
@@ -132,16 +132,16 @@ def read_manifest(directory: Path) -> Manifest:
     """Read and check a manifest.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a format that this version does not know.
+        CheckpointError: the manifest is missing, damaged, or of an unknown format version.
     """
     return parse_manifest(directory, read_manifest_bytes(directory))
 
 
 def read_manifest_bytes(directory: Path) -> bytes:
-    """A manifest as it is stored.
+    """Return the bytes of a manifest.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the manifest cannot be read.
     """
     try:
         return read_plain(directory / MANIFEST)
@@ -150,19 +150,19 @@ def read_manifest_bytes(directory: Path) -> bytes:
 
 
 def _of_another_library(directory: Path) -> str:
-    """What to do with a checkpoint that is not ours, in words."""
+    """Return the end of a message: how to import the checkpoint, if it is one of another library."""
     for pattern, name in (("*_model_states.pt", "DeepSpeed"), (".metadata", "torch.distributed.checkpoint")):
-        with suppress(OSError):  # the error of the manifest says it
+        with suppress(OSError):  # the caller raises the error of the manifest
             if any(directory.glob(pattern)):
                 return f" of this library, but one of {name}: `infinity checkpoint import` makes it one"
     return ""
 
 
 def parse_manifest(directory: Path, stored: bytes) -> Manifest:
-    """Check a manifest.
+    """Parse and check the bytes of a manifest.
 
     Raises:
-        CheckpointError: it is damaged, or of a format that this version does not know.
+        CheckpointError: the manifest is damaged, or of an unknown format version.
     """
     path = directory / MANIFEST
     try:
@@ -181,10 +181,10 @@ def parse_manifest(directory: Path, stored: bytes) -> Manifest:
 
 
 def check_replaceable(path: Path) -> None:
-    """What a new checkpoint would take the place of is an older one, or nothing.
+    """Check that a new checkpoint at `path` would replace an older one, or nothing.
 
     Raises:
-        CheckpointError: it is something else, which somebody may want to keep.
+        CheckpointError: `path` is something else, which must not be lost.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         kind = "a symbolic link" if path.is_symlink() else "no directory"
@@ -197,7 +197,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
-    """CRC-32 of the canonical JSON of everything but the checksum itself."""
+    """Return the CRC-32 of the canonical JSON of all keys but the checksum."""
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -223,7 +223,7 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
 
 
 def _check_complete(manifest: Manifest) -> None:
-    """Every trained parameter has all fields of the state format in their dtypes and shapes, and none is left over."""
+    """Check that every trained parameter has all fields of the state format, and that no other tensors exist."""
     try:
         fields = stored_fields(manifest.layout)
     except ConfigError as error:
@@ -264,7 +264,7 @@ def _part(values: Mapping[str, Any]) -> TensorPart:
 
 
 def _whole_tensor(values: Mapping[str, Any]) -> StoredTensor:
-    """A tensor of format 2."""
+    """Parse a tensor of format 2."""
     dtype, shape, nbytes = str(values["dtype"]), _shape(values), _count(values["nbytes"])
     if dtype not in DTYPES or math.prod(shape) * DTYPES[dtype].itemsize != nbytes:
         raise ValueError(f"{nbytes} bytes are no {dtype} tensor of shape {shape}")

@@ -1,9 +1,9 @@
-"""What a model is beside the names and shapes of its parameters.
+"""Record and compare the identity of a model, beyond the names and shapes of its parameters.
 
-Two models of the same shapes may compute different things: eight attention heads for four, another activation. A
-checkpoint notes what can be seen of that: the configuration of a model of transformers, and classes and plain
-attributes of all other modules. What may change between two runs of one model (dropout, caches, versions, paths) is
-left out, and so is what only one side has, since libraries add settings from one version to the next.
+Two models with the same shapes may compute different results: with eight attention heads instead of four, or another
+activation. So a checkpoint stores the configuration of a transformers model, and the classes and plain attributes of
+all other modules. Values that may change between two runs of one model (dropout, caches, versions, paths) are left out.
+Settings that only one side has are not compared, because libraries add settings with new versions.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _VOLATILE_PARTS = (
 )
 _PASSIVE = frozenset({"Identity", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"})
 _MAX_ITEMS = 64
-_NONE = object()  # a value that is not compared
+_NONE = object()  # stands for a value that is not compared
 
 
 def model_identity(model: nn.Module) -> dict[str, Any]:
-    """What `first_difference` compares, as JSON has it."""
+    """Return the values that `first_difference` compares, as plain JSON values."""
     config = _configuration(model)
-    libraries = ("transformers.", "torch.") if config else ()  # whose modules the configuration describes
+    libraries = ("transformers.", "torch.") if config else ()  # the configuration describes the modules of these
     modules = {
         name: {"class": type(module).__name__, **_attributes(vars(module))}
         for name, module in model.named_modules()
@@ -69,7 +69,7 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
 
 
 def unchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity without the attributes that training has changed since (a counter, a list of losses)."""
+    """Return the identity `before` without the attributes that training has changed (a counter, a list of losses)."""
     return {
         key: unchanged(value, now[key]) if isinstance(value, dict) and isinstance(now.get(key), dict) else value
         for key, value in before.items()
@@ -78,7 +78,7 @@ def unchanged(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, An
 
 
 def first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Where two models differ, in words; None if nothing is seen."""
+    """Describe the first difference between two models; None if they are alike."""
     found = _difference("config", _mapping(saved.get("config")), _mapping(here.get("config")))
     if found is not None:
         return found
@@ -125,7 +125,7 @@ def _configuration(model: nn.Module) -> dict[str, Any]:
 
 
 def _attributes(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Those that are plain values and no volatile ones."""
+    """Return the attributes that are plain values and not volatile."""
     found = {}
     for key, value in values.items():
         if not isinstance(key, str) or key.startswith("_") or key in _VOLATILE:
@@ -139,12 +139,12 @@ def _attributes(values: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; `_NONE` if it is too large or of another kind."""
+    """Return a value as a plain JSON value; `_NONE` if it is too large or of another kind."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if value == value and abs(value) != float("inf") else str(value)
-    if isinstance(value, FunctionType | BuiltinFunctionType):  # an activation, say
+    if isinstance(value, FunctionType | BuiltinFunctionType):  # such as an activation
         return value.__name__
     if isinstance(value, dict) and len(value) <= _MAX_ITEMS:
         return _attributes(value)

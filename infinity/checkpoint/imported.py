@@ -1,4 +1,4 @@
-"""What another library has saved becomes a checkpoint of ours, as one rank would have written it, in bounded memory."""
+"""Write a checkpoint of another library in the engine's format, as one rank would write it, in bounded memory."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from infinity.optim.formats import MOMENTS, layout_with_moments
 from infinity.zero.model_parts import is_code
 
 _CHUNK = 1 << 20  # elements that are in memory at once
-_FILE_BYTES = 1 << 30  # at which another file begins
-_FORMAT = "fp32"  # which has everything exactly
-# By the names of an optimizer's moments: the signed one, and the one that is never negative.
+_FILE_BYTES = 1 << 30  # a file of this size is followed by another one
+_FORMAT = "fp32"  # stores everything exactly
+# (signed moment, moment that is never negative) of each optimizer, by the set of their names.
 KINDS = {frozenset(name for name in pair if name is not None): pair for pair in MOMENTS.values()}
 
 
 class Values(Protocol):
-    """The elements of one tensor, wherever they lie."""
+    """The elements of one tensor, in memory or in a file."""
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements `[start, stop)` of the flat tensor.
+        """Return elements `[start, stop)` of the flat tensor.
 
         Raises:
-            CheckpointError: they cannot be had.
+            CheckpointError: they cannot be read.
         """
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Values that lie one after the other in tensors, which may be those of `read_pickle`."""
+    """Values that are the concatenation of tensors, which may be tensors of `read_pickle` that stay in the file."""
 
     tensors: tuple[torch.Tensor, ...]
 
@@ -78,13 +78,13 @@ class Zeros:
 
 @dataclass(frozen=True)
 class ForeignParam:
-    """A parameter.
+    """A parameter of the imported checkpoint.
 
     Attributes:
-        values: its master if it is trained.
-        moments: by name; None if it is frozen.
-        step: updates that it has had.
-        dtype: in which they are stored: float32, unless they are integers or other codes.
+        values: the values; of the master if it is trained.
+        moments: the moments by name; None if it is frozen.
+        step: number of updates.
+        dtype: the dtype in which it is stored: float32, unless it is integers or other codes.
     """
 
     name: str
@@ -99,7 +99,7 @@ class ForeignParam:
         return math.prod(self.shape)
 
     def tensors(self) -> dict[str, Values]:
-        """What is stored of it, by key."""
+        """Return the tensors that are stored for the parameter, by key."""
         if is_code(self.dtype):
             return {f"{CODE_FIELD}.{self.name}": self.values}
         if self.moments is None:
@@ -111,14 +111,14 @@ class ForeignParam:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A checkpoint as another library has it.
+    """The content of another library's checkpoint.
 
     Attributes:
-        tag: name of the new one.
-        moments: of its optimizer, as in a manifest.
+        tag: tag of the new checkpoint.
+        moments: the two moments of its optimizer, as in a manifest.
         counters: `global_steps`, `micro_steps` and `skipped_steps`.
-        extra: what `extra.pt` is to hold.
-        notes: what was left out, in words.
+        extra: the content of `extra.pt`.
+        notes: a sentence about each value that was left out.
     """
 
     tag: str
@@ -137,7 +137,7 @@ def plain_extra(
     buffers: Mapping[str, torch.Tensor] | None = None,
     client_state: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What `extra.pt` holds, without random states: a run keeps its own."""
+    """Return the content of `extra.pt` without random states: a run that loads it keeps its own."""
     before = {"value": 1.0, "step": 0, "last_overflow": -1, "forgiven": 0}
     return {
         "optimizer": {"param_groups": [dict(group) for group in groups]},
@@ -160,7 +160,7 @@ def unknown_kind(source: Path, kinds: Iterable[Iterable[str]]) -> CheckpointErro
 
 @contextmanager
 def named_as_damaged(source: Path) -> Iterator[None]:
-    """What values of another kind than they should have lead to inside is a CheckpointError that names the source."""
+    """Convert errors that unexpected values cause in this context into a CheckpointError that names the source."""
     try:
         yield
     except (InfinityError, OSError, MemoryError):
@@ -176,11 +176,11 @@ def write_imported(target: Path, foreign: Foreign, progress: Progress = lambda d
         The new checkpoint's directory.
 
     Raises:
-        CheckpointError: values cannot be read, or something else has the tag's name.
+        CheckpointError: values cannot be read, or a file that is no checkpoint has the tag's name.
         StorageError: writing failed.
     """
     content = serialise(foreign.extra)
-    layout_with_moments(_FORMAT, *foreign.moments)  # an optimizer has these
+    layout_with_moments(_FORMAT, *foreign.moments)  # raises if no optimizer has these moments
     check_replaceable(target / foreign.tag)
     tensors: dict[str, StoredTensor] = {}
     total, done = sum(param.numel for param in foreign.params), 0
@@ -204,16 +204,16 @@ def write_imported(target: Path, foreign: Foreign, progress: Progress = lambda d
 
 
 def _files(params: Sequence[ForeignParam]) -> list[list[ForeignParam]]:
-    """Which parameters go into which file, in order."""
+    """Return the parameters of each file, in order."""
     files: list[list[ForeignParam]] = []
-    room = 0
+    left_bytes = 0
     for param in params:
         nbytes = param.numel * torch.float32.itemsize * len(param.tensors())
-        if not files or nbytes > room:
+        if not files or nbytes > left_bytes:
             files.append([])
-            room = _FILE_BYTES
+            left_bytes = _FILE_BYTES
         files[-1].append(param)
-        room -= nbytes
+        left_bytes -= nbytes
     return files
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint on disk is, whether it is whole, and its weights alone: without a model."""
+"""Inspect, verify and export a checkpoint on disk, without a model."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from infinity.checkpoint.stored import Progress, StoredReader, check_files
 from infinity.errors import CheckpointError
 
 _SHARD_BYTES = 5_000_000_000
-_COMPUTED_IN = {"fp32": torch.float32, "master": torch.float16}  # by state format; all others: bfloat16
+_COMPUTED_IN = {"fp32": torch.float32, "master": torch.float16}  # by state format; bfloat16 for all others
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a manifest says, and what is there.
+    """A summary of a manifest and of the directory around it.
 
     Attributes:
-        parameters: elements of the trained and the frozen parameters.
-        nbytes: of all tensors.
-        missing: files that the manifest names and the directory has not.
-        tags: what else may be a checkpoint in the same directory.
-        latest: the one that is loaded by default there.
+        trained_parameters, frozen_parameters: numbers of elements.
+        nbytes: bytes of all tensors.
+        missing: files that the manifest names and the directory lacks.
+        tags: all directories beside it that have a manifest, and itself.
+        latest: the tag that is loaded by default from the directory that it is in.
     """
 
     path: str
@@ -62,7 +62,7 @@ def inspect(source: Path, tag: str | None = None) -> Inspection:
     """Read the manifest of a checkpoint, and no tensor.
 
     Raises:
-        CheckpointError: there is none, or the manifest is damaged.
+        CheckpointError: there is no checkpoint, or its manifest is damaged.
         ConfigError: `tag` is no plain name.
     """
     path = checkpoint_at(source, tag)
@@ -86,10 +86,10 @@ def inspect(source: Path, tag: str | None = None) -> Inspection:
 
 
 def verify(source: Path, tag: str | None = None, progress: Progress = lambda nbytes: None) -> Manifest:
-    """Read all of a checkpoint and compare it with its manifest.
+    """Read a whole checkpoint, compare it with its manifest, and return the manifest.
 
     Raises:
-        CheckpointError: it is missing, or damaged; the message names the file and the tensor.
+        CheckpointError: the checkpoint is missing or damaged. The message names the file and the tensor.
         ConfigError: `tag` is no plain name.
     """
     path = checkpoint_at(source, tag)
@@ -100,7 +100,7 @@ def verify(source: Path, tag: str | None = None, progress: Progress = lambda nby
 
 
 def client_state(source: Path, tag: str | None = None) -> dict[str, Any]:
-    """What the training loop had the checkpoint keep.
+    """Return the `client_state` that the training loop saved with the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
@@ -112,7 +112,7 @@ def client_state(source: Path, tag: str | None = None) -> dict[str, Any]:
 
 
 def trained_values(source: Path, tag: str | None = None) -> dict[str, torch.Tensor]:
-    """The float32 masters of the trained parameters, all of them in memory: for adapters.
+    """Return the float32 masters of the trained parameters, all in memory. Meant for adapters, which are small.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
@@ -132,12 +132,12 @@ def export_weights(
     tag: str | None = None,
     model: nn.Module | None = None,
 ) -> Path:
-    """Write the weights, codes and persistent buffers of a checkpoint as safetensors, a parameter in memory at a time.
+    """Write weights, codes and persistent buffers of a checkpoint as safetensors, one parameter in memory at a time.
 
     Args:
-        dtype: of the weights; the one that the training computed in by default.
-        model: of transformers, on any device: its configurations are written as well, so that transformers loads the
-            directory. A checkpoint has none.
+        dtype: dtype of the weights; by default the one that the training computed in.
+        model: a transformers model, on any device. Its configuration is written as well, so that transformers can load
+            the directory; a checkpoint has none.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or is not of `model`.
@@ -170,7 +170,7 @@ def export_weights(
 
 
 def _check_names(path: Path, stored: Collection[str], model: nn.Module) -> None:
-    """The checkpoint has the model's parameters, and no others."""
+    """Check that the checkpoint has the model's parameters, and no others."""
     named = {name for name, _ in model.named_parameters()}
     kind, stored = type(model).__name__, set(stored)
     problems = [f"it has no parameter `{name}`, which {kind} has" for name in sorted(named - stored)]

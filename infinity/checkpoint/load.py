@@ -1,4 +1,4 @@
-"""Load: everything is checked before anything is changed, by each rank what it will read."""
+"""Load checkpoints. Each rank checks everything that it will read before any rank changes a value."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from infinity.tiers.state_layout import StateLayout
 from infinity.zero.build import Runtime
 from infinity.zero.partition import ParamPart, UnitLayout
 
-_CHECK_THREADS = 4  # of all ranks of a machine; reading and checksums leave Python's lock alone
+_CHECK_THREADS = 4  # of all ranks of a machine together; reads and checksums release the GIL
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint of which all that this rank reads is whole, and whose tensors fit the model.
+    """A checked checkpoint: its tensors fit the model, and everything that this rank reads is undamaged.
 
     Attributes:
-        tensors: by key, with what they are verified by.
-        extra: schedules, random states and the client's state, as `save_checkpoint` was given them.
+        tensors: the stored tensors by key, with the checksums that verify them.
+        extra: the content of `extra.pt`: schedules, random states, the client's state.
     """
 
     path: Path
@@ -62,24 +62,24 @@ def open_checkpoint(
     all_weights: bool = True,
     check: Callable[[Path, dict[str, Any]], None] = lambda path, extra: None,
 ) -> Loaded | None:
-    """Read and check a checkpoint; nothing is changed. All ranks call this together; if one refuses, all do.
+    """Find and check a checkpoint, without changing the engine. All ranks call this together; if one fails, all do.
 
-    Rank 0's manifest counts. Every rank sees that it has the same one, and verifies what it will read: ranks may be on
-    machines whose directories of this name are different ones.
+    Rank 0's manifest counts. Every rank checks that it has the same manifest, and verifies what it will read: ranks on
+    several machines may have different directories under one path.
 
     Args:
-        tag: None for the one that was saved last; if that is damaged, for the newest one that is whole.
-        run: of the model that is to be loaded into.
-        codes, moments: what `load_tensors` will be given.
-        strict_model: refuse what another model of the same parameters saved.
-        all_weights: refuse one without values for some frozen parameters or codes, which else keep theirs.
-        check: looks at what came with the tensors, and raises a CheckpointError if it does not fit.
+        tag: None for the last saved checkpoint or, if it is damaged, the newest undamaged one.
+        run: the run of the model that the checkpoint is loaded into.
+        codes, moments: the arguments that `load_tensors` will get.
+        strict_model: refuse a checkpoint of another model with the same parameters.
+        all_weights: refuse a checkpoint that lacks some frozen parameters or codes. Otherwise these keep their values.
+        check: raises CheckpointError if the content of `extra.pt` does not fit.
 
     Returns:
         None if `tag` is None and the directory has no checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged or of another model, or is not the same for all ranks.
+        CheckpointError: the checkpoint is missing, damaged, of another model, or not the same for all ranks.
     """
     ranks = runtime.ranks
     resolve_replaced(ranks, directory)
@@ -92,7 +92,7 @@ def open_checkpoint(
             return None
         path, manifest = directory / found.tag, parse_manifest(directory / found.tag, found.manifest)
         how = {"moments": moments, "strict_model": strict_model, "all_weights": all_weights}
-        # The ranks have one model and one manifest, so one of them looks.
+        # All ranks have the same model and manifest, so it is enough that one of them checks.
         ranks.on_rank_0(partial(check_fit, path, manifest, runtime, run, codes, **how))
         try:
             loaded = _verify(path, found, manifest, runtime, moments=moments)
@@ -106,7 +106,7 @@ def open_checkpoint(
 
 
 def _verify(path: Path, found: Found, manifest: Manifest, runtime: Runtime, *, moments: bool) -> Loaded:
-    """Read what this rank will read; all ranks call this together, and one that is damaged is named."""
+    """Verify everything that this rank will read. All ranks call this together; the error names the failed rank."""
     read: list[Loaded] = []
 
     def verify() -> None:
@@ -123,9 +123,9 @@ def _verify(path: Path, found: Found, manifest: Manifest, runtime: Runtime, *, m
 
 
 def _check_own(path: Path, manifest: Manifest, runtime: Runtime, *, moments: bool) -> Mapping[str, StoredTensor]:
-    """Read what this rank will read; returns the checkpoint's tensors, with what they are verified by."""
+    """Verify the slices that this rank will read. Return the checkpoint's tensors with their checksums."""
     ranks = runtime.ranks
-    if manifest.has_whole_sums:  # of which no slice can be verified alone
+    if manifest.has_whole_sums:  # one checksum a tensor: a slice cannot be verified alone
         return check_files(path, manifest.tensors, lambda nbytes: ranks.progress())
     slices = [
         slice_
@@ -140,7 +140,7 @@ def _check_own(path: Path, manifest: Manifest, runtime: Runtime, *, moments: boo
 
 
 def _slices(part: ParamPart, manifest: Manifest, *, moments: bool) -> Iterator[tuple[str, int, int]]:
-    """Key, first element and elements of what is read for a part of a parameter."""
+    """Yield (key, first element, number of elements) of each slice that is read for a part of a parameter."""
     name, start, stop = part.info.name, part.param.start, part.param.stop
     for key in (f"{MASTER_FIELD}.{name}", f"{FROZEN_FIELD}.{name}"):
         if key in manifest.tensors:
@@ -153,16 +153,16 @@ def _slices(part: ParamPart, manifest: Manifest, *, moments: bool) -> Iterator[t
 
 
 def load_tensors(loaded: Loaded, runtime: Runtime, codes: Codes, *, moments: bool = True) -> None:
-    """Read the parameters of a checkpoint into the tiers; no update may be pending. All ranks call this together.
+    """Read the parameters of a checkpoint into the tiers. No update may be pending. All ranks call this together.
 
     Args:
-        codes: the model's own, which get the checkpoint's values.
-        moments: also the optimizer's moments, converted if they were saved in another state format; otherwise they
-            become zero, as those of parameters do that were frozen when the checkpoint was saved.
+        codes: the codes of the model, which get the checkpoint's values.
+        moments: load the moments, too, converted if they were saved in another state format. Otherwise they are set to
+            zero, as are those of parameters that were frozen when the checkpoint was saved.
 
     Raises:
         CheckpointError: the files have changed since they were checked, or cannot be read any more. Some parameters
-            have changed then, and others not.
+            may have their new values.
     """
 
     manifest = loaded.manifest
@@ -186,11 +186,12 @@ def load_tensors(loaded: Loaded, runtime: Runtime, codes: Codes, *, moments: boo
 
 @dataclass(frozen=True)
 class _Source:
-    """Where values come from.
+    """Reads values of the checkpoint.
 
     Attributes:
-        trained: parameters that were trained when the checkpoint was saved; `frozen`, the others that it has.
-        moments: format of the moments; None for zeros.
+        trained: names of parameters that were trained when the checkpoint was saved.
+        frozen: names of the other parameters in the checkpoint.
+        moments: format of the moments; None to set the moments to zero.
     """
 
     reader: StoredReader
@@ -199,11 +200,11 @@ class _Source:
     moments: StateLayout | None
 
     def has(self, part: ParamPart) -> bool:
-        """There are values; those of frozen parameters may have been left out."""
+        """Whether the checkpoint has values of the parameter. Frozen parameters may have been left out."""
         return part.info.name in self.trained or part.info.name in self.frozen
 
     def weights(self, part: ParamPart) -> torch.Tensor:
-        """A part of a parameter: of its master, or of its values if it was frozen."""
+        """Read a part of a parameter: from its master, or from its values if it was frozen."""
         field = MASTER_FIELD if part.info.name in self.trained else FROZEN_FIELD
         return self.reader.read(f"{field}.{part.info.name}", part.offset, part.stop - part.start)
 
@@ -225,7 +226,7 @@ def _load_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
 
 
 def _compare_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
-    """A unit that is used where it lies has the checkpoint's values already, as far as that has them."""
+    """Check that a unit that is read in place has the checkpoint's values."""
     with runtime.executor.resident(runtime.row(unit)) as flat:
         for part in runtime.partition.parts(unit):
             if source.has(part) and not torch.equal(source.weights(part).to(flat.dtype), flat[part.shard]):
@@ -242,7 +243,7 @@ def _load_part(
     param: torch.Tensor,
     states: Mapping[str, torch.Tensor],
 ) -> None:
-    """A part of one trained parameter."""
+    """Load a part of one trained parameter and of its moments."""
     write_master(layout, source.weights(part).float(), param, states)
     if source.moments is None or part.info.name not in source.trained:
         for field in layout.moment_fields:

@@ -1,12 +1,12 @@
-"""What somebody else's `torch.save` wrote, read without running any of it.
+"""Read files that another program wrote with `torch.save`, without running code that they name.
 
-torch's restricted unpickler makes tensors and plain containers, and takes no class that it is not told of. Whatever
-else a file names gets a `ForeignObject` under that name: it keeps what it is given, and does nothing.
+torch's restricted unpickler makes tensors, plain containers and objects of classes in a list. For every other class or
+function that a file names, the list gets a subclass of `ForeignObject`, which only stores its arguments and state.
 
 [Note: tensors that stay in the file]
-torch would map the file into memory, and a file that is truncated while it is read then ends the process by SIGBUS. So
-large tensors are on the meta device, their storage knows where its bytes lie, and `elements` reads them when they are
-asked for, by calls that can fail. The checksums of the whole file were compared before.
+torch would map the file into memory, and a file that is truncated meanwhile then kills the process by SIGBUS. So large
+tensors are on the meta device, their storage stores the place of its bytes, and `elements` reads the bytes when they
+are needed, with calls that return errors. The checksums of the whole file are compared before.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from infinity.checkpoint.files import brief, open_plain
 from infinity.checkpoint.tensors import RangeReader
 from infinity.errors import CheckpointError
 
-_SMALL_BYTES = 1 << 20  # of a storage that is read at once
+_SMALL_BYTES = 1 << 20  # storages up to this size are read at once, and do not stay in the file
 _PLAIN = (torch.Tensor, str, bytes, int, float, bool, type(None), torch.dtype)
 
 
 class ForeignObject:
-    """An object of a class that is not known here, or the result of a function.
+    """Stands for an object of an unknown class, or for the result of an unknown function.
 
     Attributes:
-        name: of the class or function.
-        arguments: that it would have been made of.
-        state: that it would have been given.
+        name: name of the class or function.
+        arguments: the arguments of the call.
+        state: the state that unpickling would have set.
     """
 
     name = ""
 
     def __init__(self, *arguments: Any) -> None:
-        """Nothing is done with the arguments; see `__new__`."""
+        """Ignore the arguments: `__new__` stores them."""
 
     def __new__(cls, *arguments: Any) -> ForeignObject:
         made = super().__new__(cls)
@@ -61,24 +61,24 @@ class ForeignObject:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Items of a mapping of its own kind, which nobody asks for."""
+        """Ignore an item, if the class is a mapping."""
 
     def append(self, value: Any) -> None:
-        """Items of a list of its own kind."""
+        """Ignore an item, if the class is a list."""
 
     def extend(self, values: Any) -> None:
-        """Likewise."""
+        """Ignore items, if the class is a list."""
 
     def get(self, name: str) -> Any:
-        """An attribute of the object; None if it had none of this name."""
+        """Return an attribute of the object; None if it has none of this name."""
         return self.state.get(name) if isinstance(self.state, Mapping) else None
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary that a file of `torch.save` holds; large tensors stay in the file, see `elements` and `whole`.
+    """Return the dictionary in a file of `torch.save`. Large tensors stay in the file, see `elements` and `whole`.
 
     Raises:
-        CheckpointError: it cannot be read, is damaged, or is no such file.
+        CheckpointError: the file cannot be read, is damaged, or holds no dictionary of `torch.save`.
     """
     with open_plain(path) as file:
         try:
@@ -88,7 +88,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
             foreign: list[Any] = [(type("ForeignObject", (ForeignObject,), {"name": name}), name) for name in names]
             with safe_globals(foreign):
                 content = _Storages(path, file, archive).unpickled()
-        except Exception as error:  # whatever unpickling objects to
+        except Exception as error:  # damaged content can raise any exception
             raise CheckpointError(f"{path} cannot be read without running code of it: {_reason(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not the dictionary that a checkpoint is")
@@ -96,17 +96,17 @@ def read_pickle(path: Path) -> dict[str, Any]:
 
 
 def check_sums(archive: zipfile.ZipFile) -> None:
-    """Every entry is as it was written; torch's readers look at no checksum.
+    """Compare every entry of an archive with its checksum, which torch's readers do not do.
 
     Raises:
-        zipfile.BadZipFile: one is not, or lies behind something that is no part of the archive.
+        zipfile.BadZipFile: an entry is damaged, or the file begins with bytes that are no part of the archive.
     """
     entries = archive.infolist()
     if not entries or min(entry.header_offset for entry in entries) != 0:
         raise zipfile.BadZipFile("something lies before its first entry")
-    if not any(entry.CRC for entry in entries):  # saved without, see torch.serialization.set_crc32_options
+    if not any(entry.CRC for entry in entries):  # saved without checksums, see torch.serialization.set_crc32_options
         for entry in entries:
-            entry.CRC = None  # type: ignore[assignment]  # by which zipfile compares nothing
+            entry.CRC = None  # type: ignore[assignment]  # zipfile then compares nothing
     else:
         differing = archive.testzip()
         if differing is not None:
@@ -118,7 +118,7 @@ def check_sums(archive: zipfile.ZipFile) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a storage's bytes are."""
+    """The place of a storage's bytes in a file."""
 
     path: Path
     key: str
@@ -126,10 +126,10 @@ class _Place:
     nbytes: int
 
     def read(self, first: int, nbytes: int) -> torch.Tensor:
-        """Bytes from `first` on.
+        """Read `nbytes` bytes from byte `first` of the storage.
 
         Raises:
-            CheckpointError: the file cannot be read, or is shorter by now.
+            CheckpointError: the file cannot be read, or has become shorter.
         """
         if not 0 <= first <= first + nbytes <= self.nbytes:
             raise CheckpointError(f"{self.path} is damaged: a tensor reaches beyond its storage {brief(self.key)}")
@@ -137,13 +137,13 @@ class _Place:
             return reader.read(self.path.name, self.start + first, nbytes, brief(self.key))
 
 
-@lru_cache(maxsize=1)  # a tensor that is not contiguous is asked for in many parts
+@lru_cache(maxsize=1)  # a tensor that is not contiguous is read in many parts
 def _contents(place: _Place) -> torch.Tensor:
     return place.read(0, place.nbytes)
 
 
 class _Storages:
-    """Makes what a file holds, with the storages of its tensors."""
+    """Unpickles a file, and makes the storages of its tensors."""
 
     def __init__(self, path: Path, file: BinaryIO, archive: zipfile.ZipFile) -> None:
         self._path = path
@@ -164,7 +164,7 @@ class _Storages:
         return content
 
     def _storage(self, saved: Any) -> torch.storage.TypedStorage:
-        """As torch's own `persistent_load`."""
+        """Return the storage for a persistent id, as torch's own `persistent_load` does."""
         _, kind, key, _, numel = saved
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         if key not in self._made:
@@ -180,19 +180,19 @@ class _Storages:
         self._file.seek(entry.header_offset + _LENGTHS_AT)
         name, extra = struct.unpack("<HH", self._file.read(4))
         storage = torch.UntypedStorage(nbytes, device="meta")
-        # On the storage, as torch's own `_checkpoint_offset`: tensors are made of it in many ways, and have this alone.
+        # An attribute of the storage, like torch's `_checkpoint_offset`: all tensors that share it can find it there.
         storage._place = _Place(self._path, key, entry.header_offset + _LENGTHS_AT + 4 + name + extra, nbytes)  # type: ignore[attr-defined]
         return storage
 
 
-_LENGTHS_AT = 26  # of the name and what follows it, in the header before an entry's bytes
+_LENGTHS_AT = 26  # offset of the lengths of the name and the extra field, in the header before an entry's bytes
 
 
 def elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Elements `[start, stop)` of a flat tensor of `read_pickle`.
+    """Return elements `[start, stop)` of a tensor of `read_pickle`, flat. Read them if they are in the file.
 
     Raises:
-        CheckpointError: the file cannot be read, or is shorter by now.
+        CheckpointError: the file cannot be read, or has become shorter.
     """
     if not tensor.is_meta:
         return tensor.reshape(-1)[start:stop]
@@ -208,7 +208,7 @@ def elements(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def whole(value: Any) -> Any:
-    """A value with the tensors that `read_pickle` left in the file; raises as `elements`."""
+    """Return the value with all of its tensors read from the file. Raises as `elements`."""
     if isinstance(value, torch.Tensor):
         return elements(value, 0, value.numel()).reshape(value.shape).clone() if value.is_meta else value
     if isinstance(value, Mapping):
@@ -219,13 +219,13 @@ def whole(value: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The line that says it, without torch's advice to run what the file says."""
+    """Return the line of torch's error with the reason, without its advice to run the file's code."""
     lines = [line for line in str(error).splitlines() if line.startswith(("Trying", "Unsupported", "Can only"))]
     return lines[0] if lines else f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def stranger(value: Any) -> str | None:
-    """Name of the first class in a value that is neither tensor nor plain; None if there is none."""
+    """Return the name of the first class in a value that is neither a tensor nor plain; None if there is none."""
     if isinstance(value, ForeignObject):
         return value.name
     if isinstance(value, type):

@@ -1,4 +1,4 @@
-"""Weights in transformers' directory format, read one parameter at a time."""
+"""Read weights in transformers' directory format, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _log = logging.getLogger(__name__)
 class PretrainedWeights:
     """The stored values of a model's parameters; a `WeightSource` of `infinity.initialize`.
 
-    A parameter is found under any of its names (tied ones have several), with or without the prefix by which
-    a model with a head holds its base model.
+    A parameter is found under any of its names (tied ones have several), with or without the prefix of the base model
+    in a model with a head.
 
     Args:
         directory: has `model.safetensors`, or shards and their index.
-        model: what the weights are for; nothing of it is changed.
-        in_place: frozen parameters are used where they lie.
+        model: the model that the weights are for. It is not changed.
+        in_place: read frozen parameters from these files during training, without a copy.
 
     Raises:
         CheckpointError: a file is missing or damaged.
-        ConfigError: weights and model do not fit one another; the message names a parameter.
+        ConfigError: weights and model do not fit one another. The message names a parameter.
     """
 
     def __init__(self, directory: str | Path, model: nn.Module, *, in_place: bool = False) -> None:
         directory = Path(directory)
         files = {path.name: WeightFile.of(path) for path in directory.glob("*.safetensors")} if in_place else {}
-        entries = _entries(directory)  # read behind that, so that who changes one meanwhile is found out
+        entries = _entries(directory)  # read after `WeightFile.of`, so that a change in between is detected later
         self._directory = directory
         self._files = files
         self._keys = _match(model, entries)
@@ -56,18 +56,18 @@ class PretrainedWeights:
         return name in self._keys
 
     def read(self, name: str) -> torch.Tensor:
-        """The values of a parameter or buffer, in its shape and in the dtype of the file."""
+        """Read a parameter or buffer, in its shape and in the dtype of the file."""
         _, entry = self._keys[name]
         return self.read_slice(name, 0, math.prod(entry.shape)).view(entry.shape)
 
     def read_slice(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `[start, start + numel)` of a parameter, flat, in the dtype of the file."""
+        """Read elements `[start, start + numel)` of a parameter, flat, in the dtype of the file."""
         key, entry = self._keys[name]
         with closing(RangeReader(self._directory)) as files:
             return files.read_elements(key, entry, start, numel)
 
     def fingerprint(self, name: str) -> str:
-        """Where a parameter lies in its file, and a digest of elements from all over it: trainings differ in those."""
+        """Return dtype, shape and a digest of a sample of a parameter's elements: different weights differ in it."""
         key, entry = self._keys[name]
         numel = math.prod(entry.shape)
         samples = hashlib.sha256()
@@ -79,13 +79,13 @@ class PretrainedWeights:
         return f"{entry.dtype} {entry.shape} {samples.hexdigest()}"
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where the values of a parameter are; None where they are to be copied."""
+        """Return the place of a parameter's values in its file; None if it is not read in place."""
         _, entry = self._keys[name]
         file = self._files.get(entry.file)
         return None if file is None else StoredTensor(file, entry.start, entry.nbytes, entry.torch_dtype)
 
     def load_buffers(self, model: nn.Module) -> None:
-        """Copy stored values into the model's persistent buffers; the others are as the model has computed them."""
+        """Copy stored values into the model's persistent buffers. Buffers without stored values are unchanged."""
         with torch.no_grad():
             for name, buffer in persistent_buffers(model).items():
                 if name in self._keys and not buffer.is_meta:
@@ -93,7 +93,7 @@ class PretrainedWeights:
 
 
 def _entries(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the directory by key."""
+    """Return the tensors of the directory by key."""
     index = directory / INDEX
     if not os.path.lexists(index):
         if not os.path.lexists(directory / WEIGHTS):
@@ -119,7 +119,7 @@ def _entries(directory: Path) -> dict[str, TensorEntry]:
 
 
 def _match(model: nn.Module, entries: dict[str, TensorEntry]) -> dict[str, tuple[str, TensorEntry]]:
-    """Key and place of every parameter and buffer that is stored, by each of its names in the model."""
+    """Return key and entry of every stored parameter and buffer, by each of its names in the model."""
     aliases: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         aliases.setdefault(id(tensor), []).append(name)

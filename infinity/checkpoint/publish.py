@@ -1,11 +1,11 @@
-"""Puts an export in its place, so that a kill at any moment leaves one that is whole or one that no loader takes.
+"""Publish an export. A kill at any moment leaves a complete export, or a directory without one that a loader accepts.
 
 [Note: exports and their generations]
-What a loader opens first, the entry, is the index, or the one file of weights. Shards have names that no file in the
-directory has, so that the index of one export never leads to the shards of another; they come before their index, and
-go after the next one. The entry is replaced by one rename. Where that is not enough, because the other kind of entry
-is there or because the configuration changes too, the old entry goes first: until the new one comes, which is last, the
-directory has no weights that a loader would take.
+The file that a loader opens first, the entry, is the index, or the single file of weights. New shards have names that
+no file in the directory has, so that the index of one export never names shards of another. They are moved in before
+their index, and the old shards are removed after it. The entry is replaced by one rename. That is not enough if the
+directory has an entry of the other kind, or if the configuration changes too. Then the old entry is removed first and
+the new one is moved in last: in between, the directory has no weights that a loader accepts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHARD = re.compile(r"(model(?:-g\d+)?)-\d{5}-of-\d{5}\.safetensors")
 
 
 def new_stem(directory: Path) -> str:
-    """What the names of shards begin with, so that none is in the directory yet."""
+    """Return a prefix for the names of shards that no shard in the directory has."""
     taken = {found[1] for path in directory.iterdir() if (found := _SHARD.fullmatch(path.name))}
     stem, generation = "model", 0
     while stem in taken:
@@ -33,7 +33,7 @@ def new_stem(directory: Path) -> str:
 
 
 def publish(unfinished: Path, directory: Path) -> None:
-    """Move an export's files into `directory`, where they replace an earlier export; see the note.
+    """Move an export's files into `directory`, where they replace an earlier export, see the note above.
 
     Raises:
         OSError: a file cannot be moved.
@@ -58,7 +58,7 @@ def publish(unfinished: Path, directory: Path) -> None:
 
 
 def _move(names: set[str], source: Path, target: Path) -> None:
-    """Move files of these names; they are there for good when it returns."""
+    """Move files of these names. Their new names are on the drive when this returns."""
     for name in sorted(names):
         (source / name).replace(target / name)
     sync_directory(target)
@@ -73,5 +73,5 @@ def _differ(first: Path, second: Path) -> bool:
     try:
         with open_plain(first) as one, open_plain(second) as other:
             return one.read() != other.read()
-    except CheckpointError:  # the second is not there, or something else
+    except CheckpointError:  # the second file does not exist, or is no plain file
         return True

@@ -1,10 +1,10 @@
-"""A training run: its name, its model, and the directories that no other run may save in while it lasts.
+"""A training run: its name, its model, and its locks on the directories that it saves in.
 
 [Note: who owns a save directory]
 A run holds an exclusive `flock` on a file in each directory that it saves in, from its first save there until its
-engine is closed. The file says who that is. The kernel drops the lock with the process, however it ends, unless a child
-that was forked off it lives on: then the file names a process that is dead, and the next run replaces the file. Looking
-and replacing happen under the lock on the directory itself.
+engine is closed. The file names the process. The kernel releases the lock when the process ends, unless a forked child
+is still alive. In this case the file names a dead process, and the next run replaces the file. The check and the
+replacement are done under the lock on the directory itself.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _log = logging.getLogger(__name__)
 
 
 class Run:
-    """One training run, of one engine or of several that went on from one another's checkpoints.
+    """One training run: of one engine, or of several that continued from one another's checkpoints.
 
     Attributes:
-        id: a random name, which goes on with its checkpoints.
-        model: what the model is, see `identity.py`, as far as training has not changed it.
+        id: a random name. A run that loads a checkpoint takes the checkpoint's.
+        model: the identity of the model, see `identity.py`, without values that training has changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,11 +49,11 @@ class Run:
         weakref.finalize(self, _release, self._locks, self._owner)
 
     def claim(self, directory: Path) -> None:
-        """Keep other runs from saving in a directory, which is made if it is not there.
+        """Lock a directory against saves of other runs. Make the directory if it does not exist.
 
         Raises:
             CheckpointError: another run saves in it.
-            StorageError: it cannot be made or written.
+            StorageError: the directory cannot be made or written.
         """
         path = directory.absolute()
         if path in self._locks:
@@ -62,17 +62,17 @@ class Run:
             self._locks[path] = _lock(path / LOCK, self.id)
 
     def unclaim(self) -> None:
-        """Let other runs save where this one did so far."""
+        """Release all directories, so that other runs may save there."""
         _release(self._locks, self._owner)
 
 
 def _lock(path: Path, run: str) -> int | None:
-    """A locked descriptor; None where the filesystem has no locks. The caller holds the directory's lock."""
+    """Lock the file and return its descriptor; None on a filesystem without locks. The caller holds the directory."""
     descriptor = _open(path)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            replaced = not _is_at(path, descriptor)  # its owner removed it just now
+            replaced = not _is_at(path, descriptor)  # its owner removed the file after it was opened here
         except BlockingIOError:
             holder = _holder(descriptor)
             if not _is_dead(holder):
@@ -91,7 +91,7 @@ def _lock(path: Path, run: str) -> int | None:
         try:
             os.pwrite(descriptor, json.dumps(_this_process() | {"run": run}).encode(), 0)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # the lock holds without its words
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # an empty file is locked as well
                 raise
     except BaseException as error:
         os.close(descriptor)
@@ -103,7 +103,7 @@ def _lock(path: Path, run: str) -> int | None:
 
 
 def _open(path: Path) -> int:
-    """The lock file, new or old; refused if something else has its name."""
+    """Open the lock file, and make it if needed. Raise CheckpointError if the path is not a plain file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -112,14 +112,14 @@ def _open(path: Path) -> int:
             raise
         raise CheckpointError(f"{path} is no plain file: remove it") from error
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # another name may be a file that somebody needs
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # a second hard link may be a file that is needed
         os.close(descriptor)
         raise CheckpointError(f"{path} is no plain file: remove it")
     return descriptor
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """The open file still has this path."""
+    """Whether the open file still has this path."""
     try:
         found = path.lstat()
     except OSError:
@@ -144,7 +144,7 @@ def _holder(descriptor: int) -> dict[str, Any]:
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """It is known that the process has ended: one of this machine, in this process's namespace."""
+    """Whether the process is known to have ended: it was on this machine, in the same namespace of process ids."""
     here = _this_process()
     pid = holder.get("pid")
     if type(pid) is not int or pid <= 0 or any(holder.get(key) != here[key] for key in ("host", "namespace")):
@@ -159,7 +159,7 @@ def _is_dead(holder: dict[str, Any]) -> bool:
 
 
 def _release(locks: dict[Path, int | None], owner: int) -> None:
-    """Unlock and remove the lock files; in a child that was forked off the owner, only forget them."""
+    """Unlock and remove the lock files. In a forked child of the owner, only close the descriptors."""
     for path, descriptor in locks.items():
         if descriptor is None:
             continue

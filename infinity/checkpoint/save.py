@@ -1,9 +1,9 @@
-"""Save: every rank writes and flushes its own shards, then rank 0 makes the checkpoint be there.
+"""Save checkpoints: every rank writes and flushes its own shards, then the leaders publish the checkpoint.
 
 [Note: several directories]
-Ranks on several machines may give directories that they do not share. The lowest rank of each directory leads there: it
-holds the lock, writes the manifest, which is the same everywhere, and renames. Rank 0 is the last to rename. A kill
-meanwhile leaves directories of two checkpoints, of which rank 0's counts: see `resolve_replaced`.
+Ranks on several machines may give directories that they do not share. The lowest rank of each directory is its leader:
+it holds the lock, writes the manifest, which is the same in all directories, and renames. Rank 0 is the last to rename.
+A kill in between leaves directories with different checkpoints; rank 0's counts, see `resolve_replaced`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Options:
     """How a checkpoint is saved.
 
     Attributes:
-        mark_latest: make it the one that is loaded by default.
+        mark_latest: let it be the checkpoint that is loaded by default.
         frozen: write frozen parameters and codes, too.
         keep_last: remove all but this many of the run's checkpoints in the directory; None keeps all.
     """
@@ -59,16 +59,16 @@ class Options:
 
 
 class Saving:
-    """A checkpoint on its way: `begin`, `finish`, `close`; all ranks call each together, and see [Note: finishing].
+    """A checkpoint that is being saved: `begin`, `finish`, `close`. All ranks call each of these together.
 
     [Note: finishing]
-    What lies between `begin` and `finish` is up to the caller: the shards are written into `shards`, by whomever. Until
-    `finish` is over there is no such checkpoint, and `close` removes what there is of it.
+    Between `begin` and `finish`, the caller may write shards into the directory `shards`, from any thread. The
+    checkpoint does not exist until `finish` has returned; before, `close` removes the unfinished files.
 
     Args:
-        run: which the directory belongs to from now on.
-        steps: updates that each parameter has had.
-        counters: of steps; all that is given is copied.
+        run: the run that owns the directory from now on.
+        steps: number of updates of each parameter. Copied.
+        counters: the engine's step counters. Copied.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class Saving:
 
     @property
     def shards(self) -> Path:
-        """Directory for this rank's shards."""
+        """The directory for this rank's shards."""
         return self._new.path
 
     def begin(self, extra: Mapping[str, Any], codes: Codes) -> None:
-        """Take the directory, and write into it what no unit holds.
+        """Lock the directory, and write the values that belong to no unit.
 
         Args:
-            extra: schedules, random states and the client's state: tensors and plain values only. Rank 0's counts.
-            codes: parameters that are integers or other codes, as they are now.
+            extra: schedules, random states and the client's state: tensors and plain values only. Rank 0's is saved.
+            codes: parameters that are integers or other codes.
 
         Raises:
             StorageError: the directory cannot be written.
-            CheckpointError: `extra` or `codes` have something that could not be loaded safely, another run saves in
-                this directory, or what has the tag's name is no checkpoint.
+            CheckpointError: `extra` or `codes` have a value that could not be loaded safely, another run saves in this
+                directory, or the tag's name is taken by a file that is no checkpoint.
         """
         ranks, directory = self._runtime.ranks, self._directory
         with writing(self.path):
@@ -121,17 +121,17 @@ class Saving:
             self._on_leaders(lambda: self._write_codes(codes), "saving: the codes")
 
     def finish(self, write: Callable[[], list[WrittenPart]]) -> Path:
-        """Have the checkpoint be there.
+        """Write the rest of the checkpoint and publish it.
 
         Args:
-            write: writes this rank's shards, which are on the drive when it returns.
+            write: writes this rank's shards, and returns when they are on the drive.
 
         Returns:
             The checkpoint's directory.
 
         Raises:
-            StorageError: writing failed on this rank; an earlier checkpoint of the same tag is still there. The other
-                ranks get a CheckpointError that names it.
+            StorageError: writing failed on this rank. An earlier checkpoint of the same tag is unchanged. The other
+                ranks get a CheckpointError that names this rank.
         """
         ranks, new, options = self._runtime.ranks, self._new, self._options
         with writing(self.path):
@@ -147,11 +147,11 @@ class Saving:
         return self.path
 
     def close(self) -> None:
-        """Remove what is not finished, and let others save here."""
+        """Remove the files of an unfinished checkpoint, and release the lock."""
         self._new.close()
 
     def _on_leaders(self, action: Callable[[], None], what: str) -> None:
-        """Where ranks share a directory, one of them acts."""
+        """Run the action on the leader of each directory. All ranks call this together."""
         self._runtime.ranks.each(lambda: action() if self._leads else None, what)
 
     def _write_codes(self, codes: Codes) -> None:
@@ -159,7 +159,7 @@ class Saving:
         self._codes = write_codes(self._new.path, specs, codes.__getitem__, self._runtime.ranks.progress)
 
     def _complete(self, written: list[list[WrittenPart]]) -> None:
-        """Write what says that the shards are a checkpoint."""
+        """Write `extra.pt` and the manifest, which make the shards a checkpoint."""
         layout, run = self._runtime.layout, self._run
         tensors = assemble(self._runtime, written, frozen=self._options.frozen)
         manifest = Manifest(
@@ -178,31 +178,31 @@ class Saving:
 
 
 def _begin(directory: Path, extra: Mapping[str, Any] | None) -> bytes:
-    """Make the directory, and what goes into the file beside the tensors."""
+    """Make the directory, and return the content of `extra.pt` (empty if `extra` is None)."""
     make_directory(directory)
     return b"" if extra is None else serialise(extra)
 
 
 def _take(new: Replacement, path: Path, run: Run) -> None:
-    """Start in a directory that is this run's alone, and of nothing but checkpoints."""
+    """Lock the directory for this run, check that the tag can be replaced, and begin the replacement."""
     run.claim(path.parent)
     check_replaceable(path)
     if (path / MANIFEST).exists():
-        _tell_of_another_run(path, run)
+        _warn_of_another_run(path, run)
     new.begin()
 
 
-def _tell_of_another_run(path: Path, run: Run) -> None:
+def _warn_of_another_run(path: Path, run: Run) -> None:
     try:
         saved_by = read_manifest(path).run
     except CheckpointError:
-        return  # a damaged one is no loss
+        return  # to replace a damaged checkpoint needs no warning
     if saved_by is not None and saved_by != run.id:
         _log.warning("%s is the checkpoint of another run (%s), and is replaced by this run's", path, saved_by)
 
 
 def _prune(directory: Path, newest: str, run: Run, keep_last: int) -> None:
-    """Remove this run's checkpoints but for the last ones; what cannot be read, and what `latest` names, stays."""
+    """Remove this run's checkpoints except the last ones, unreadable ones, and the one that `latest` names."""
     steps: dict[str, int] = {}
     latest = latest_tag(directory)
     for tag in tags(directory):
@@ -217,15 +217,15 @@ def _prune(directory: Path, newest: str, run: Run, keep_last: int) -> None:
 
 
 def serialise(extra: Mapping[str, Any]) -> bytes:
-    """Tensors and plain values as bytes that `torch.load` reads without running code.
+    """Return tensors and plain values as bytes that `torch.load` reads without running code.
 
     Raises:
-        CheckpointError: there is something else among them, or they are more than is loaded.
+        CheckpointError: there are other values among them, or they are larger than `MAX_BYTES`.
     """
     buffer = io.BytesIO()
     try:
         torch.save(dict(extra), buffer)
-    except Exception as error:  # whatever pickling objects to
+    except Exception as error:  # objects can raise any exception when they are pickled
         raise CheckpointError(f"client_state or the schedule's state cannot be saved: {error}") from error
     if buffer.tell() > MAX_BYTES:
         raise CheckpointError(
@@ -234,7 +234,7 @@ def serialise(extra: Mapping[str, Any]) -> bytes:
         )
     try:
         torch.load(io.BytesIO(buffer.getvalue()), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever unpickling objects to
+    except Exception as error:  # as the load of a checkpoint would
         raise CheckpointError(
             "client_state and the schedule's state may hold tensors, numbers, strings, lists and dicts only, so that a "
             f"checkpoint can be loaded without running code: {error}"

@@ -114,7 +114,7 @@ class Session:
         elif not failed:
             self._raise_background_error()
 
-    def give_up_saving(self) -> None:
+    def cancel_saving(self) -> None:
         """Cancel the background save, if there is one, on this rank alone."""
         if self._background is not None:
             self._background.cancel("the engine was closed before it was finished")

@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its shards, a file a unit, in memory bounded by a tile."""
+"""Write one rank's shards of a checkpoint, one file for each unit, in memory bounded by a tile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A part of a tensor, and where it begins in the parameter."""
+    """A part of a tensor that one rank has written, and its first element's position in the parameter."""
 
     key: str
     offset: int
@@ -31,7 +31,7 @@ class WrittenPart:
 
 
 def write_shards(directory: Path, runtime: Runtime, *, frozen: bool) -> list[WrittenPart]:
-    """Write this rank's part of every unit; it is on the drive when this returns.
+    """Write this rank's shards of all units, and flush them to the drive.
 
     Args:
         frozen: write frozen parameters, too.
@@ -47,7 +47,7 @@ def write_shards(directory: Path, runtime: Runtime, *, frozen: bool) -> list[Wri
 
 
 def assemble(runtime: Runtime, written: list[list[WrittenPart]], *, frozen: bool) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint, from what all ranks have written."""
+    """Return every tensor of the checkpoint by key, from the parts that all ranks have written."""
     parts: dict[str, list[WrittenPart]] = {}
     for of_rank in written:
         for one in of_rank:
@@ -62,7 +62,7 @@ def assemble(runtime: Runtime, written: list[list[WrittenPart]], *, frozen: bool
 
 
 def units_to_write(runtime: Runtime) -> list[UnitLayout]:
-    """All units where no other rank has the same shard; else this rank's share, so that one rank writes each."""
+    """Return the units whose shards this rank writes. Replicas divide the units, so that one of them writes each."""
     units, replicas = runtime.partition.units, runtime.groups.replicas
     if replicas.size == 1:
         return list(units)
@@ -75,7 +75,7 @@ def units_to_write(runtime: Runtime) -> list[UnitLayout]:
 def tensors_of(
     info: ParamInfo, layout: StateLayout, *, frozen: bool = True
 ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], StateField | None]]:
-    """Key, dtype, shape and field of every tensor of a parameter that is written; frozen ones have no field."""
+    """Yield (key, dtype, shape, field) of every stored tensor of a parameter. The field of a frozen one is None."""
     if info.trainable:
         for field in stored_fields(layout):
             yield f"{field.name}.{info.name}", field.dtype, stored_shape(field, info.shape), field
@@ -84,7 +84,7 @@ def tensors_of(
 
 
 def part_shape(part: ParamPart, shape: tuple[int, ...], field: StateField | None) -> tuple[int, ...]:
-    """Shape of what a rank has of a tensor of this shape: flat, unless it is all of it."""
+    """Return the shape of a rank's part of a tensor: `shape` if it is the whole tensor, otherwise flat."""
     numel = part.stop - part.start
     if numel == part.info.numel:
         return shape
@@ -92,11 +92,11 @@ def part_shape(part: ParamPart, shape: tuple[int, ...], field: StateField | None
 
 
 class Shard:
-    """What this rank has of a unit's parameters, on its way to a file.
+    """Writes this rank's shard of a unit into a file.
 
     Args:
-        kinds: which of them: True for those that are trained, False for frozen ones.
-        label: in the file's name.
+        kinds: which parameters are written: True for trained ones, False for frozen ones.
+        label: a part of the file's name.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class Shard:
 
     @property
     def is_empty(self) -> bool:
-        """There is nothing to write."""
+        """Whether there is nothing to write."""
         return not self._specs
 
     def write(self, directory: Path, staging: Staging) -> list[WrittenPart]:
-        """Write the file, unless there is nothing to write; no update may be pending."""
+        """Write the file and flush it, unless the shard is empty. No update may be pending."""
         if self.is_empty:
             return []
         self.open(directory, staging)
@@ -132,11 +132,11 @@ class Shard:
             return self.finish()
 
     def open(self, directory: Path, staging: Staging) -> None:
-        """Begin the file."""
+        """Create the file."""
         self._file = TensorFile(directory / self._name, self._specs, staging)
 
     def slices(self) -> Iterator[tuple[int, torch.Tensor, Mapping[str, torch.Tensor]]]:
-        """First element, values and the optimizer's fields, tile by tile; what is frozen has no fields."""
+        """Yield (first element, values, optimizer's fields) of each tile. Frozen elements have no fields."""
         stop = 0
         with self._runtime.executor.resident(self._runtime.row(self.unit)) as flat:
             if True in self._kinds:
@@ -149,7 +149,7 @@ class Shard:
                 yield stop, flat[stop:], {}
 
     def append(self, start: int, flat: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
-        """Write what follows: elements of the shard from `start` on."""
+        """Write the next elements of the shard, which begin at element `start`."""
         assert self._file is not None
         for part in self._runtime.partition.parts(self.unit, start, start + flat.numel()):
             if part.info.trainable in self._kinds:
@@ -169,16 +169,16 @@ class Shard:
             file.write(f"{field.name}.{name}", states[field.name])
 
     def finish(self) -> list[WrittenPart]:
-        """Flush to the drive; returns what was written."""
+        """Flush the file to the drive and close it. Return the parts that were written."""
         assert self._file is not None
         return [WrittenPart(key, self._offsets[key], part) for key, part in self._file.finish().items()]
 
     def close(self) -> None:
-        """Close without flushing, unless it is finished."""
+        """Close the file without flushing it. Does nothing after `finish`."""
         if self._file is not None:
             self._file.close()
 
 
 def trained_numel(unit: UnitLayout, runtime: Runtime) -> int:
-    """Elements of this rank's shard of a unit that the optimizer works on."""
+    """Return the number of elements in this rank's shard of a unit that are trained."""
     return unit.trainable_numel // runtime.partition.sharding.count

@@ -1,11 +1,11 @@
-"""Shards as they were at one moment, written while training goes on.
+"""Write the shards of one moment while training continues.
 
 [Note: written before it changes]
-A tile of optimizer states and its parameters change in one place, the update. So its worker writes a tile before it
-updates it for the first time: the values of that moment are in memory then anyway, nothing is read or copied for the
-checkpoint, and no more memory is taken than a save that waits takes. What no update has come to is written by `finish`.
-Whoever else changes values (see `Session`) finishes the save first. Between steps parameters that are in memory may
-be written past the engine; their bytes are summed up at the beginning, and compared when they are written.
+A tile of optimizer states and its parameters change only in an update. So the optimizer's worker writes each tile
+before its first update. The values are in memory then anyway: nothing is read or copied for the checkpoint, and no more
+memory is needed than for a blocking save. `finish` writes the tiles that no update has reached. All other calls that
+change values (see `Session`) finish the save first. Between steps the training loop may write to parameters that are in
+memory, without a call of the engine. This is detected by checksums that are taken at the start.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from infinity.zero.partition import UnitLayout
 
 
 class _Unit:
-    """One unit's trained parameters.
+    """The trained parameters of one unit.
 
     Attributes:
-        stop: elements of the shard that are written, from the first on.
-        flushed: what was written, when it is on the drive.
+        stop: number of elements that are written, from the first one on.
+        flushed: resolves to the written parts, when they are on the drive.
     """
 
     def __init__(self, unit: UnitLayout, runtime: Runtime) -> None:
@@ -44,10 +44,10 @@ class _Unit:
 
 
 class Snapshot:
-    """This rank's shards at the moment when it is made; no update may be pending then.
+    """This rank's shards at the moment of the constructor's call. No update may be pending then.
 
     Args:
-        directory: for the files.
+        directory: the directory for the files.
         frozen: write frozen parameters, too; see frozen.py.
     """
 
@@ -69,23 +69,23 @@ class Snapshot:
 
     @property
     def waits_for_frozen(self) -> bool:
-        """Frozen parameters are being written still."""
+        """Whether frozen parameters are still being written."""
         return self._frozen is not None and not self._frozen.are_written
 
     @property
     def is_complete(self) -> bool:
-        """Every tile is written, or on its way; or nothing will be, since writing has failed."""
+        """Whether every tile is written or being flushed, or writing has failed."""
         with self._lock:
             return self._failure is not None or all(one.flushed is not None for one in self._units.values())
 
     def finish(self) -> list[WrittenPart]:
-        """Write what is left; all is on the drive when this returns.
+        """Write the remaining tiles, and return when all are on the drive.
 
-        No update may be pending, unless it is complete.
+        No update may be pending, unless `is_complete` is True.
 
         Raises:
             OSError: writing failed, now or before.
-            CheckpointError: parameters were written past the engine before their update.
+            CheckpointError: the training loop wrote to parameters before they were saved.
         """
         written: list[WrittenPart] = []
         for one in self._units.values():
@@ -103,7 +103,7 @@ class Snapshot:
         return written if self._frozen is None else written + self._frozen.finish()
 
     def close(self) -> None:
-        """Give up what is not finished, and the memory; once is enough."""
+        """Cancel an unfinished save, and free the buffers. A second call does nothing."""
         if self._runtime.pipeline.before_update == self._before_update:
             self._runtime.pipeline.before_update = None
         with self._lock:
@@ -117,7 +117,7 @@ class Snapshot:
         self._staging.close()
 
     def _before_update(self, unit: int, tile: Tile, param: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
-        """Write a tile, unless it is there; in the worker's thread, which has nothing to do with what fails."""
+        """Write a tile, unless it is written. Called in the optimizer's thread; an error does not stop the update."""
         one = self._units.get(unit)
         if one is not None:
             self._write(one, tile.start, param[tile.start : tile.start + tile.numel], fields)
@@ -134,13 +134,13 @@ class Snapshot:
                 one.stop = start + flat.numel()
                 if one.stop == one.numel:
                     one.flushed = submit(self._flusher, one.shard.finish)
-            except BaseException as error:  # the update goes on; whoever asks for the checkpoint gets it
+            except BaseException as error:  # the update continues; `finish` raises the error
                 self._failure = error
 
     # Parameters that the training loop may write to #
 
     def _sums_of_reachable(self) -> dict[tuple[int, int], int]:
-        """Sum of every tile's parameters, by unit and first element, where the model may have them between steps."""
+        """Return checksums of tiles that the training loop can write to, by unit and first element."""
         sums = {}
         executor = self._runtime.executor
         for index in self._units:

@@ -1,9 +1,9 @@
-"""Tensors of a checkpoint: each in parts, which the ranks that saved it wrote into files of their own.
+"""Read and verify tensors of a checkpoint. A tensor is in parts, which the ranks wrote into files of their own.
 
 [Note: what is verified]
-Every part has the CRC-32 of each of its blocks in the manifest, so that any rank can read any slice and know that it is
-right, whoever wrote it and whatever else lies in the file. Whole blocks are read. Checkpoints of format 2 have one sum
-a tensor: it is a block of any length there, and `check_files` makes the usual ones of it, once.
+The manifest has a CRC-32 of each block of every part. So any rank can read and verify any slice, independent of which
+rank wrote it and of the rest of the file. Always whole blocks are read. Checkpoints of format 2 have one checksum a
+tensor: there a tensor is one block of its own length, and `check_files` computes the checksums of usual blocks once.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from infinity.checkpoint.tensors import (
 )
 from infinity.errors import CheckpointError
 
-_CHECK_BYTES = 16 * BLOCK_BYTES  # that are read at once to be checked
+_CHECK_BYTES = 16 * BLOCK_BYTES  # read at once for a check
 _RANK = re.compile(r"-rank-(\d+)\.safetensors$")
-_CHECK_THREADS = 4  # reading and checksums leave Python's lock alone
+_CHECK_THREADS = 4  # reads and checksums release the GIL
 
-Progress = Callable[[int], object]  # given the bytes that were checked since the last call
+Progress = Callable[[int], object]  # called with the bytes that were checked since the last call
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor: its parts follow one another and hold all of its elements."""
+    """One tensor, which is the concatenation of its parts."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,11 +65,11 @@ class StoredTensor:
 
     @cached_property
     def firsts(self) -> list[int]:
-        """Position in the tensor of each part's first element."""
+        """The position of each part's first element in the tensor."""
         return list(accumulate((part.numel for part in self.parts[:-1]), initial=0))
 
     def overlapping(self, start: int, stop: int) -> Iterable[tuple[TensorPart, int, int]]:
-        """Parts with elements of `[start, stop)`, and which of their own elements these are."""
+        """Yield (part, first, end) for each part with elements of `[start, stop)`, in elements of the part."""
         for index in range(max(bisect_right(self.firsts, start) - 1, 0), len(self.parts)):
             part, first = self.parts[index], self.firsts[index]
             if first >= stop:
@@ -85,11 +85,11 @@ def write_whole(
     pieces: Callable[[str], Iterable[torch.Tensor]],
     staging: Staging,
 ) -> dict[str, StoredTensor]:
-    """Write tensors into one file, each of them whole; it is on the drive when this returns.
+    """Write whole tensors into one file, and flush it to the drive.
 
     Args:
         tensors: dtype and shape by key.
-        pieces: the elements of a tensor in their order, flat and in host memory.
+        pieces: returns the elements of a tensor in order, flat and in host memory.
 
     Raises:
         CheckpointError: the file format has no name for a dtype.
@@ -104,11 +104,11 @@ def write_whole(
 
 
 class StoredReader:
-    """Reads slices of a checkpoint's tensors and verifies them; a context manager.
+    """Reads and verifies slices of a checkpoint's tensors; a context manager.
 
     Args:
-        checked: they have been read once and were right, so one that is wrong now has changed. They are read for the
-            last time. Others are for `check` alone.
+        checked: the slices have been verified before, and are now read for the last time: the message of a difference
+            says that the file has changed. If False, the reader is only for `check`.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor], *, checked: bool = True) -> None:
@@ -118,10 +118,10 @@ class StoredReader:
         self._files = RangeReader(directory, once=checked, passing=not checked)
 
     def read(self, key: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `[start, start + numel)` of a tensor, flat.
+        """Read elements `[start, start + numel)` of a tensor, flat.
 
         Raises:
-            CheckpointError: a file cannot be read, ends before them, or is not what was saved.
+            CheckpointError: a file cannot be read, is too short, or differs from its checksums.
         """
         tensor = self._tensors[key]
         slices = [self._read(key, tensor, *found) for found in tensor.overlapping(start, start + numel)]
@@ -130,12 +130,12 @@ class StoredReader:
         return torch.cat(slices) if slices else torch.empty(0, dtype=tensor.torch_dtype, device="cpu")
 
     def whole(self, key: str) -> torch.Tensor:
-        """A tensor in its shape; raises as `read`."""
+        """Read a whole tensor, in its shape. Raises as `read`."""
         tensor = self._tensors[key]
         return self.read(key, 0, tensor.numel).view(tensor.shape)
 
     def check(self, key: str, start: int, numel: int) -> int:
-        """Read elements `[start, start + numel)` of a tensor, and let them go; returns the bytes that they are.
+        """Verify elements `[start, start + numel)` of a tensor, and return their number of bytes.
 
         Raises:
             CheckpointError: as `read`.
@@ -144,7 +144,7 @@ class StoredReader:
         return sum(self._read(key, tensor, *found).nbytes for found in tensor.overlapping(start, start + numel))
 
     def _read(self, key: str, tensor: StoredTensor, part: TensorPart, low: int, high: int) -> torch.Tensor:
-        """Elements `[low, high)` of a part."""
+        """Read elements `[low, high)` of a part, flat."""
         dtype, block = tensor.torch_dtype, part.block_bytes
         begin, end = low * dtype.itemsize, high * dtype.itemsize
         first = begin // block
@@ -175,10 +175,10 @@ class StoredReader:
 
 
 def check_headers(directory: Path, tensors: Mapping[str, StoredTensor], files: Iterable[str]) -> None:
-    """The headers of these files say of the tensors in them what the manifest says.
+    """Check that the headers of these files agree with the manifest.
 
     Raises:
-        CheckpointError: one differs, or a file cannot be read.
+        CheckpointError: a header differs, or a file cannot be read.
     """
     expected: dict[str, dict[str, TensorEntry]] = {name: {} for name in files}
     for key, tensor in tensors.items():
@@ -215,12 +215,12 @@ def check_slices(
     threads: int = _CHECK_THREADS,
     progress: Progress = lambda nbytes: None,
 ) -> None:
-    """Read slices once, `(key, first element, elements)`, with the headers of the files that they lie in.
+    """Verify slices `(key, first element, number of elements)` and the headers of their files.
 
     Raises:
         CheckpointError: a file is missing, too short or differs; the message names the file and the tensor.
     """
-    by_file: dict[str, list[tuple[str, int, int]]] = {}  # by the first one that a slice begins in
+    by_file: dict[str, list[tuple[str, int, int]]] = {}  # by the file in which a slice begins
     files: dict[str, None] = {}
     for key, start, numel in slices:
         found = [part.file for part, _, _ in tensors[key].overlapping(start, start + numel)]
@@ -242,10 +242,10 @@ def check_slices(
 def check_files(
     directory: Path, tensors: Mapping[str, StoredTensor], progress: Progress = lambda nbytes: None
 ) -> dict[str, StoredTensor]:
-    """Read everything once.
+    """Read and verify all tensors.
 
     Returns:
-        The tensors with sums of usual blocks, also where a checkpoint of format 2 has others.
+        The tensors with checksums of usual blocks, also for a checkpoint of format 2.
 
     Raises:
         CheckpointError: a file is missing, too short or differs; the message names the file and the tensor.
@@ -267,7 +267,7 @@ def check_files(
 def _with_usual_sums(
     directory: Path, key: str, tensor: StoredTensor, part: TensorPart, progress: Progress
 ) -> TensorPart:
-    """Check a part that has one sum, and give it the sums of its blocks."""
+    """Verify a part that has one checksum, and return it with the checksums of its blocks."""
     sums, crc = BlockSums(), 0
     nbytes = part.numel * tensor.torch_dtype.itemsize
     with closing(RangeReader(directory, once=False, passing=True)) as files:

@@ -1,4 +1,4 @@
-"""CRC-32 of every block of a range of bytes: whoever reads a part of it can verify that part alone."""
+"""CRC-32 of every block of a range of bytes, so that a part of the range can be verified alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from array import array
 
 try:
-    from zlib_ng.zlib_ng import crc32  # the same sums as zlib's, six times as fast
+    from zlib_ng.zlib_ng import crc32  # the same checksums as zlib's, six times as fast
 except ImportError:
     from zlib import crc32
 
@@ -17,32 +17,36 @@ BLOCK_BYTES = 512 << 10
 
 
 class BlockSums:
-    """Takes bytes in their order, and has the sums of the blocks that they make."""
+    """Computes the checksum of every block of a stream of bytes.
+
+    Attributes:
+        sums: the checksums so far; the last one may be that of an incomplete block.
+    """
 
     def __init__(self) -> None:
         self.sums = array("I")
-        self._room = 0  # bytes that the last block still takes
+        self._left_bytes = 0  # missing bytes of the last block
 
     def add(self, data: memoryview) -> None:
         """Append bytes."""
         done = 0
         while done < len(data):
-            if not self._room:
+            if not self._left_bytes:
                 self.sums.append(0)
-                self._room = BLOCK_BYTES
-            taken = min(self._room, len(data) - done)
+                self._left_bytes = BLOCK_BYTES
+            taken = min(self._left_bytes, len(data) - done)
             self.sums[-1] = crc32(data[done : done + taken], self.sums[-1])
-            self._room -= taken
+            self._left_bytes -= taken
             done += taken
 
 
 def encode(sums: array[int]) -> str:
-    """The sums as text: base64 of little-endian 32-bit numbers."""
+    """Return the checksums as text: base64 of little-endian 32-bit numbers."""
     return base64.b64encode(_little_endian(sums).tobytes()).decode()
 
 
 def decode(text: str) -> array[int]:
-    """The inverse of `encode`; a ValueError for any other text."""
+    """Return the checksums from the text of `encode`. Raise ValueError for any other text."""
     sums = array("I")
     sums.frombytes(base64.b64decode(text, validate=True))
     return _little_endian(sums)

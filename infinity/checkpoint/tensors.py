@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: written in slices with the sums of their blocks, read in slices."""
+"""Write and read slices of tensors in safetensors files, with checksums of their blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MAX_COUNT = 1 << 62  # of bytes or elements
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies in its file.
+    """The place of a tensor in its file.
 
     Attributes:
         start: byte offset from the start of the file.
@@ -64,11 +64,11 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Neighbouring elements of a tensor, in one file.
+    """Consecutive elements of a tensor, in one file.
 
     Attributes:
         start: byte offset from the start of the file.
-        numel: elements.
+        numel: number of elements.
         sums: CRC-32 of each block of its bytes.
         block_bytes: length of the blocks; the last one may be shorter.
     """
@@ -85,8 +85,8 @@ class TensorFile:
 
     Args:
         tensors: dtype and shape by key.
-        staging: memory that several files may share, one after the other or together.
-        metadata: what the header says beside them.
+        staging: buffers, which several files may share.
+        metadata: further entries of the header.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TensorFile:
         self._path = path
         header: dict[str, Any] = {}
         offset = 0
-        for key, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):  # keeps all aligned
+        for key, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):  # aligns all tensors
             if dtype not in DTYPE_NAMES:
                 raise CheckpointError(
                     f"{path}: {key} is {dtype}, which safetensors has no name for: leave it out, or cast it"
@@ -109,7 +109,7 @@ class TensorFile:
             offset += nbytes
         notes = {} if metadata is None else {"__metadata__": dict(metadata)}
         text = json.dumps(notes | header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data starts aligned
+        text += b" " * (-len(text) % 8)  # aligns the data
         self._data_start = 8 + len(text)
         self._header = header
         self._sums = {key: BlockSums() for key in header}
@@ -125,7 +125,7 @@ class TensorFile:
         self._written[key] += len(data)
 
     def finish(self) -> dict[str, TensorPart]:
-        """Flush to the drive, and close; returns where each tensor lies."""
+        """Flush the file to the drive and close it. Return the place of each tensor."""
         self._file.finish()
         written = {}
         for key, values in self._header.items():
@@ -137,15 +137,15 @@ class TensorFile:
         return written
 
     def close(self) -> None:
-        """Close without flushing, unless it is finished."""
+        """Close the file without flushing it. Does nothing after `finish`."""
         self._file.close()
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Where the tensors of any safetensors file lie.
+    """Return the places of the tensors of any safetensors file. The file is not trusted.
 
     Raises:
-        CheckpointError: the file cannot be read, or its header is wrong; nothing of it is trusted.
+        CheckpointError: the file cannot be read, or its header is invalid.
     """
     header, data_start, size = _header(path)
     header.pop("__metadata__", None)
@@ -169,7 +169,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def _check_cover(path: Path, entries: Mapping[str, TensorEntry], data_start: int, size: int) -> None:
-    """The format has every byte belong to one tensor."""
+    """Check that every byte of the data belongs to exactly one tensor, as the format requires."""
     position, before = data_start, "the header"
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start != position:
@@ -181,7 +181,7 @@ def _check_cover(path: Path, entries: Mapping[str, TensorEntry], data_start: int
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header of a file, where its data starts, and the file's size."""
+    """Return the header of a file, the byte offset of its data, and the file's size."""
     try:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -206,16 +206,16 @@ def _header(path: Path) -> tuple[dict[str, Any], int, int]:
 
 
 def shown(key: str) -> str:
-    """A tensor's name, as a message can show it."""
+    """Return a tensor's name for a message, shortened if it is long or not printable."""
     return key if len(key) <= 200 and key.isprintable() else brief(key)
 
 
 class RangeReader:
-    """Reads ranges of plain files of a directory; one file is open at a time, since tensors are visited file by file.
+    """Reads ranges of plain files of a directory. One file is open at a time: callers read file by file.
 
     Args:
-        once: they will not be read again soon, and need not stay in the page cache.
-        passing: what is read is of use until the next range is, whose memory it has.
+        once: the files are not read again soon: drop them from the page cache.
+        passing: reuse one buffer. The result of `read` is valid only until the next call.
     """
 
     def __init__(self, directory: Path, *, once: bool = True, passing: bool = False) -> None:
@@ -227,13 +227,13 @@ class RangeReader:
         self._file: BinaryIO | None = None
 
     def read(self, name: str, start: int, nbytes: int, key: str) -> torch.Tensor:
-        """The bytes (uint8) from `start` on, which belong to tensor `key`.
+        """Return `nbytes` bytes (uint8) from offset `start` of file `name`, which belong to tensor `key`.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends before them.
+            CheckpointError: the file cannot be read, or is too short.
         """
         path = self._directory / name
-        data = self._room(nbytes)
+        data = self._buffer(nbytes)
         try:
             file = self._open(path)
             file.seek(start)
@@ -245,11 +245,11 @@ class RangeReader:
         return data
 
     def read_elements(self, key: str, entry: TensorEntry, start: int, numel: int) -> torch.Tensor:
-        """Elements `[start, start + numel)` of a tensor, flat; raises as `read`."""
+        """Return elements `[start, start + numel)` of a tensor, flat. Raises as `read`."""
         dtype = entry.torch_dtype
         return self.read(entry.file, entry.start + start * dtype.itemsize, numel * dtype.itemsize, key).view(dtype)
 
-    def _room(self, nbytes: int) -> torch.Tensor:
+    def _buffer(self, nbytes: int) -> torch.Tensor:
         if not self._passing:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if self._memory.numel() < nbytes:
@@ -265,6 +265,6 @@ class RangeReader:
     def close(self) -> None:
         if self._file is not None:
             if self._once:
-                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # leave RAM to training
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # keep host memory for training
             self._file.close()
             self._file = None

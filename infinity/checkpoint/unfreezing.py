@@ -1,11 +1,10 @@
-"""States for parameters that were frozen at `initialize` and are to be trained from now on.
+"""Make optimizer states for parameters that were frozen at `initialize` and are trained from now on.
 
 [Note: states that are laid out anew]
-How many states a unit has decides where everything lies: tiles, files, budgets, even where units are cut. So nothing is
-moved about. Between two steps the engine's state is saved as a checkpoint, its tiers are given up and built again as
-`initialize` builds them, and the checkpoint is loaded. In that checkpoint the parameters are frozen, so they begin with
-their values and fresh states. If memory is too small for the new tiers, the old ones are built, and the engine is as it
-was.
+The layout of tiles, files, budgets and even units depends on the number of states. So nothing is moved in place. Between
+two steps the engine's state is saved as a checkpoint, its tiers are freed and built again as by `initialize`, and the
+checkpoint is loaded. In that checkpoint the parameters are frozen, so they keep their values and
+get fresh states. If memory is too small for the new tiers, the old ones are built again, and the engine is unchanged.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from infinity.zero.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 _TAG = "before"
-_ANEW = "save a checkpoint, and load it into an engine that is made with the parameter unfrozen"
+_REMEDY = "save a checkpoint, and load it into an engine that is made with the parameter unfrozen"
 
 
 def check_possible(name: str, config: Config, ranks: Ranks) -> None:
-    """See that an engine can make states for a parameter that was frozen.
+    """Check that the engine can make states for parameter `name`, which was frozen.
 
     Raises:
-        ConfigError: it cannot; the message says what to do.
+        ConfigError: it cannot. The message says what to do.
     """
     reason = ""
     if config.tiering.crash_consistent:
@@ -44,26 +43,28 @@ def check_possible(name: str, config: Config, ranks: Ranks) -> None:
         reason = "the ranks are on several machines, which need not share a directory"
     if reason:
         raise ConfigError(
-            f"parameter `{name}` was frozen at initialize and requires a gradient now, but {reason}: {_ANEW}"
+            f"parameter `{name}` was frozen at initialize and requires a gradient now, but {reason}: {_REMEDY}"
         )
 
 
 @contextmanager
 def kept(session: Session, config: Config, ranks: Ranks) -> Iterator[Callable[[Session], None]]:
-    """Save an engine's state for the time that the context lasts; all ranks call this between two steps.
+    """Keep a checkpoint of the engine's state during this context. All ranks call this between two steps.
 
-    It is on the first of the drives, else where temporary files are, and stays there if the context fails.
+    The checkpoint is on the first NVMe drive, or among temporary files if there is none. It is removed at the end,
+    unless the context fails.
 
     Yields:
-        What loads it into the session of an engine with the same schedule, buffers and groups, which has other states.
+        A function that loads the checkpoint into a session, whose engine may have other optimizer states but must have
+        the same schedule, buffers and groups.
 
     Raises:
-        StorageError: it cannot be written; nothing has changed.
+        StorageError: the checkpoint cannot be written. Nothing has changed.
     """
 
     def make() -> str:
         drives = config.tiering.nvme
-        if drives:  # its directory is still missing if nothing is kept on it
+        if drives:  # the drive's directory does not exist if no state is placed on it
             os.close(open_directory(drives[0].path, make=True))
         return tempfile.mkdtemp(prefix="infinity-unfreezing-", dir=drives[0].path if drives else None)
 
@@ -80,7 +81,7 @@ def kept(session: Session, config: Config, ranks: Ranks) -> Iterator[Callable[[S
     try:
         yield restore
     except BaseException:
-        _log.error("what was trained so far is in %s: engine.load_checkpoint takes it", directory)
+        _log.error("the state before unfreezing is saved in %s: load it with engine.load_checkpoint", directory)
         raise
     ranks.together("the end of unfreezing")
     if ranks.rank == 0:

@@ -343,7 +343,7 @@ class Trainer:
         if self.session.commits is not None:
             atexit.unregister(self.session.commits._stop)
         with suppress(InfinityError):
-            self.session.give_up_saving()
+            self.session.cancel_saving()
         self.session.unclaim()
         self.swap.close()
 
