@@ -49,12 +49,12 @@ _HOMES = {
 
 _PACKAGES = ("checkpoint", "config", "integrations", "optim", "zero")
 
-# Modules of other names, such as `infinity.ops.adam` and `infinity.utils`: those of `import infinity as deepspeed`.
+# The finder makes modules of DeepSpeed, such as `infinity.ops.adam`, for scripts with `import infinity as deepspeed`.
 import_module("infinity.integrations.deepspeed.finder").FINDER.serve(sys.modules[__name__])
 _OF_DEEPSPEED = ("accelerator", "checkpointing", "comm", "monitor", "ops", "runtime", "utils")
 
 _installed = installed_package()
-if _installed is not None:  # this is a source tree, and its extensions are there
+if _installed is not None:  # this is a source tree, and the installed package has its extensions
     __path__.append(str(_installed))
 warn_of_namesake(Path(__file__).parent.parent)
 

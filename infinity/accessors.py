@@ -1,4 +1,4 @@
-"""What an engine is asked about itself: its place among the ranks, where its step is, and the step's gradients."""
+"""Methods of an engine that return its rank, the progress of its step, and the step's gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.
 
 
 class Accessors:
-    """A mixin of the engine, which has these fields."""
+    """A mixin of the engine, which sets these fields."""
 
     config: Config
     optimizer: TieredOptimizer
@@ -31,39 +31,39 @@ class Accessors:
 
     @property
     def global_rank(self) -> int:
-        """This process among those that train together."""
+        """The rank of this process among all processes of the training."""
         return self._runtime.ranks.rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those on this machine, as the launcher counts them."""
+        """The rank of this process among those on this machine, as set by the launcher; 0 without one."""
         launch = launch_of(os.environ)
         return 0 if launch is None else launch.local_rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """The number of processes of the training."""
         return self._runtime.ranks.size
 
     # The step #
 
     @property
     def in_forward(self) -> bool:
-        """The model's forward is running."""
+        """Whether the model's forward pass is running."""
         return self._step.hooks.in_forward
 
     @property
     def in_backward(self) -> bool:
-        """This thread is in a backward pass of the model."""
+        """Whether this thread runs a backward pass of the model."""
         return self._step.in_backward_now
 
     @property
     def awaits_step(self) -> bool:
-        """A backward pass is over, and neither the next micro-batch nor the update has begun."""
+        """Whether a backward pass has ended, and neither the next micro-batch nor the update has begun."""
         return self._step.awaits_step
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        """What the model's forward computes in under `torch.autocast`; None where it is not under it."""
+        """Return the dtype of the model's forward under `torch.autocast`; None without autocast."""
         return None if self.config.autocast is None else DTYPES[self.config.autocast]
 
     def get_lr(self) -> list[float]:
@@ -73,7 +73,7 @@ class Accessors:
     # Micro-batches #
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """The next `step()` updates the parameters."""
+        """Whether the next `step()` updates the parameters."""
         return self._step.counter.ends_step
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -94,7 +94,7 @@ class Accessors:
         if not is_boundary and not self._runtime.sizing.rules.grads.holds_all:
             raise InfinityError(
                 "set_gradient_accumulation_boundary(False) adds up the gradients of several backward passes, for which "
-                "nothing is reserved: set gradient_accumulation_steps to how many they are, or "
+                "nothing is reserved: set gradient_accumulation_steps to their number, or "
                 'tiering.update_schedule to "deferred"'
             )
         self._step.counter.boundary = is_boundary
@@ -117,15 +117,15 @@ class Accessors:
         steps = self._step.counter.counts.global_steps
         yield
         if self._step.counter.counts.global_steps != steps:
-            raise InfinityError("step() inside coalesce_grad_reduction: call it behind the context")
+            raise InfinityError("step() inside coalesce_grad_reduction: call it after the context")
 
     # Gradients #
 
     def gradients_wait(self, what: str) -> bool:
-        """Some gradients are not reduced over the ranks, which ask this together, yet.
+        """Whether some gradients are not reduced over the ranks yet. All ranks call this together.
 
         Args:
-            what: asks, for messages.
+            what: name of the caller, for messages.
         """
         self._step.check()
         self._runtime.together(what)
@@ -133,21 +133,21 @@ class Accessors:
         return source.groups.all.any(source.has_unreduced)
 
     def waiting_gradient(self, place: Place) -> torch.Tensor | None:
-        """A copy of a gradient that is not reduced yet, flat: the sum of what the ranks have so far, if they do.
+        """Return a flat copy of a gradient that is not reduced yet: the sum over all ranks; None if there is none.
 
-        Inside `no_sync` it is what this rank has, as if there were no others.
+        Inside `no_sync` it is the gradient of this rank alone, scaled as if there were no other ranks.
         """
         step, row = self._step, self._runtime.row(place.unit)
-        if place.index in row.total.present:  # another part of it is reduced already
+        if place.index in row.total.present:  # another part of the gradient is already reduced
             step.gradients.check_reduced()
         found = step.gradients.source.collected_gradient(row, place.index, of_all=step.counter.synchronises)
         return found if found is None or step.counter.synchronises else found * step.losses.ranks_count
 
     def local_gradients(self, place: Place, what: str) -> torch.Tensor | None:
-        """This rank's part of a unit's gradients in host memory, if the parameter has one.
+        """Return this rank's part of a unit's gradients in host memory; None if the parameter has no gradient.
 
         Args:
-            what: asks for it, for messages.
+            what: name of the caller, for messages.
         """
         self._step.check()
         if self._step.updates.under_way:
@@ -157,11 +157,11 @@ class Accessors:
             )
         gradients = self._step.gradients
         self._runtime.together(what)
-        gradients.check_reduced()  # else a gradient that waits for that would pass for none
+        gradients.check_reduced()  # otherwise None would be returned for a gradient that is not reduced yet
         self._step.updates.roll_back()
         row = self._runtime.row(place.unit)
         return self._step.updates.local_gradients(row) if place.index in row.total.present else None
 
     def gradients_changed(self, place: Place) -> None:
-        """What `local_gradients` gave was written to."""
+        """Measure the norm of a unit's gradients again, after the result of `local_gradients` was written to."""
         self._step.updates.remeasure(self._runtime.row(place.unit))

@@ -1,4 +1,4 @@
-"""What pip has installed: others with our import name, and what the extras bring."""
+"""Checks of what pip has installed: another project of the same name, and the packages of the extras."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import warnings
 from pathlib import Path
 
-# infinity-tiering is on no package index, so that a message that named an extra of it would lead nowhere. Its packages
-# can be installed from anywhere, whether infinity came from a checkout, a wheel or an image.
+# infinity-tiering is on no package index, so messages name the packages of an extra, not the extra. The packages can
+# always be installed, whether infinity came from a checkout, a wheel or an image.
 EXTRAS = {
     "train": ("transformers>=4.45", "tokenizers>=0.20", "accelerate>=1.1", "peft>=0.14"),
     "plot": ("matplotlib>=3.7",),
@@ -17,15 +17,15 @@ EXTRAS = {
 
 
 def install_command(extra: str) -> str:
-    """What to type to have what an extra brings."""
+    """Return the command that installs the packages of an extra."""
     return f"python -m pip install {' '.join(repr(package) for package in EXTRAS[extra])}"
 
 
 def warn_of_namesake(site: Path) -> None:
-    """Say so where the distribution `infinity` of PyPI, which is another project, is installed beside this one.
+    """Warn if the distribution `infinity` of PyPI, which is another project, is installed in the same directory.
 
-    Both are `import infinity`. Which of them a program gets depends on the order in which they were installed, and
-    uninstalling one takes files of the other.
+    Both are `import infinity`. The order of their installation decides which one a program imports, and to uninstall
+    one removes files of the other.
 
     Args:
         site: the directory that holds this package.
@@ -44,7 +44,7 @@ def warn_of_namesake(site: Path) -> None:
 def _names(site: Path) -> list[str]:
     try:
         return os.listdir(site)  # noqa: PTH208  (names are enough, and cheaper)
-    except OSError:  # inside a zip file, for one
+    except OSError:  # for example inside a zip file
         return []
 
 

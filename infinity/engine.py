@@ -1,4 +1,4 @@
-"""The face of a training loop: the `Engine` that `initialize` returns."""
+"""The `Engine` that `initialize` returns to a training loop."""
 
 from __future__ import annotations
 
@@ -175,12 +175,12 @@ class Engine(Accessors):
             with self._autocast():
                 return self.module(*args, **kwargs)
         if training:
-            self._look_at_model()
+            self._check_model()
             self._step.make_room(args, kwargs)
         with self._step.forward(training=training), self._autocast():
             return self.module(*args, **kwargs)
 
-    def _look_at_model(self) -> None:
+    def _check_model(self) -> None:
         """Check the model before a training forward, and create states for parameters that were unfrozen."""
         self._guards.check()
         if unfrozen := self.optimizer.unfrozen():
@@ -374,7 +374,7 @@ class Engine(Accessors):
                 f"{what} ends a step by itself, and managed_gradient_accumulation is false: call backward() and step()"
             )
         self._step.counter.boundary = None
-        self._look_at_model()
+        self._check_model()
         steps = self.config.gradient_accumulation_steps
         if self.micro_steps % steps:
             raise InfinityError(
@@ -542,7 +542,7 @@ class Engine(Accessors):
             tag: name of the checkpoint, a string or a number; `global_step<N>` by default.
             client_state: tensors and plain values, which `load_checkpoint` returns.
             save_latest: make it the checkpoint that `load_checkpoint` loads by default.
-            exclude_frozen_parameters: leave them out; loading then needs `load_module_strict=False`.
+            exclude_frozen_parameters: leave out frozen parameters; loading then needs `load_module_strict=False`.
             keep_last: after this save, remove the run's checkpoints in the directory except the newest `keep_last`.
             blocking: False to return before the current state is written. The updates of the next step write each tile
                 before they change it. The checkpoint is usually complete two steps later, at the latest when frozen
@@ -581,7 +581,7 @@ class Engine(Accessors):
 
         Raises:
             StorageError: the checkpoint cannot be written. An earlier checkpoint of this tag is intact.
-            CheckpointError: it failed on another rank or for another reason.
+            CheckpointError: the save failed on another rank or for another reason.
         """
         self._session.wait()
 
@@ -639,7 +639,7 @@ class Engine(Accessors):
             save_filename: write only a file of this name: safetensors if it ends in `.safetensors`, else a state dict
                 as `torch.save` writes it (which takes twice the space while it is written). Only `model.safetensors`
                 is written with the configuration.
-            exclude_frozen_parameters: leave them out.
+            exclude_frozen_parameters: leave out frozen parameters.
             max_shard_size: size at which a new file begins.
 
         Returns:
@@ -729,7 +729,7 @@ class Engine(Accessors):
 
         Raises:
             StorageError: a checkpoint that was saved with `blocking=False` cannot be written. The engine is closed.
-            CheckpointError: it failed on another rank or for another reason. The engine is closed.
+            CheckpointError: the save failed on another rank or for another reason. The engine is closed.
             Exception: the last step of a crash-consistent run cannot be committed on this rank; raised by the drive or
                 the function of `keep_with_steps`. The engine is closed, and `resume` continues from the previous step.
         """
@@ -789,7 +789,7 @@ def _close(
     session: Session,
     publisher: Publisher | None,
 ) -> None:
-    """Close an engine, or one that is collected without `close`: the garbage collector may call this in any thread."""
+    """Close an engine. The garbage collector calls this, in any thread, for an engine that was not closed."""
     if session.in_worker:  # a worker thread cannot wait for its own end
         threading.Thread(target=_close, args=(model, optimizer, step, guards, session, publisher)).start()
         return

@@ -1,4 +1,4 @@
-"""The error tree: one hierarchy, so that a caller can catch everything that infinity raises on purpose."""
+"""The exceptions of infinity, in one hierarchy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class InfinityError(Exception):
-    """Base of every error that infinity raises on purpose; its message says what to do."""
+    """Base of every error that infinity raises on purpose. The message says what to do."""
 
 
 class ConfigError(InfinityError, ValueError):
@@ -15,7 +15,7 @@ class ConfigError(InfinityError, ValueError):
 
 
 class CapacityError(InfinityError):
-    """A memory budget that is too small; the message has the number that is needed."""
+    """A memory budget that is too small. The message has the number that is needed."""
 
 
 class CheckpointError(InfinityError):
@@ -31,7 +31,7 @@ class DivergedError(InfinityError):
 
 
 class NonFiniteError(InfinityError):
-    """A loss or gradient that is NaN or infinite where nothing may be updated by it."""
+    """A loss or gradient that is NaN or infinite, if the step cannot be skipped for it."""
 
 
 class UnscaledLossError(InfinityError, RuntimeError):

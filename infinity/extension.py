@@ -1,4 +1,4 @@
-"""The native extensions: finding them where the package is the source tree, and saying why one is missing."""
+"""Find the native extensions if the package is a source tree, and explain why one is missing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NAMES = ("_adam", "_aio")
 
 
 def installed_package(places: Sequence[str] | None = None) -> Path | None:
-    """The installed package whose extensions serve this one, which is a source tree without its own.
+    """Return the installed package whose extensions a source tree without its own can use; None if there is none.
 
-    Python that is started in the checkout imports the tree, though `pip install .` has put the extensions elsewhere.
-    They fit where their stubs, which describe what Python may call, are those of the tree.
+    Python that is started in the checkout imports the tree, although `pip install .` has put the extensions elsewhere.
+    They fit if their stubs, which describe their interface, equal those of the tree.
 
     Args:
-        places: where to look; `sys.path` by default.
+        places: directories to search; `sys.path` by default.
     """
     if _has_extensions(_PACKAGE):
         return None
@@ -40,10 +40,10 @@ def _same_stubs(package: Path) -> bool:
 
 
 def missing_extension(name: str) -> str:
-    """What is wrong, and what to do.
+    """Return why an extension is missing, and what to do.
 
     Args:
-        name: of the extension module within the package.
+        name: name of the extension module within the package.
     """
     if list(_PACKAGE.glob(f"{name}.*.so")):
         return f"{_PACKAGE} has {name} for another Python, or a broken one; build it again: python -m pip install ."

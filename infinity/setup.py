@@ -1,4 +1,4 @@
-"""From a model, a configuration and what else a training script has to an engine: `initialize`."""
+"""`initialize`: make an engine from a model, a configuration and the other objects of a training script."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from infinity.zero.ranks import Ranks, is_first_process, join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
 
 _log = logging.getLogger(__name__)
-_TIMEOUT_S = CommunicationConfig().timeout_s  # where the configuration that has another cannot be read
+_TIMEOUT_S = CommunicationConfig().timeout_s  # used if the configuration cannot be read
 
 ConfigSource = str | Path | Mapping[str, Any] | Config
 
@@ -77,34 +77,35 @@ def initialize(
     """Place a model's states in the tiers and return what a training loop needs.
 
     Args:
-        model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, straight in their tier. One
-            that `torch.distributed.tensor.parallel` has divided comes with its values. If this fails, it is as it was.
+        model: any `nn.Module`. Parameters on the meta device are initialised unit by unit, directly in their tier. A
+            model that `torch.distributed.tensor.parallel` has divided must have its values. If this call fails, the
+            model is unchanged.
         config: a JSON file (docs/configuration.md), or the same as a mapping.
-        model_parameters: parameters or parameter groups to train; all that require a gradient by default.
-        optimizer: a torch Adam, AdamW, Adagrad or SGD whose groups and hyper-parameters are taken over; or an Adam or
-            AdamW of `infinity.optim`, which is closed.
-        training_data: a dataset; a `DataLoader` with the configured micro-batch size is returned for it, whose batches
-            `collate_fn` makes.
+        model_parameters: parameters or parameter groups to train; by default all that require a gradient.
+        optimizer: a torch Adam, AdamW, Adagrad or SGD, whose groups and hyper-parameters are used; or an Adam or AdamW
+            of `infinity.optim`, which is closed.
+        training_data: a dataset, for which a `DataLoader` with the configured micro-batch size is returned.
+            `collate_fn` makes its batches.
         lr_scheduler: a torch scheduler of `optimizer`, or a callable that makes one from the returned optimizer.
         init_function: initialises the parameters of one module that was built on the meta device or by `zero.Init`.
         weights: stored values of parameters that were built on the meta device or by `zero.Init`, read unit by unit;
-            see `infinity.integrations.pretrained_model`. Parameters that are missing there are initialised.
-        device: the compute device; by default a CUDA device if there is one, else the CPU.
+            see `infinity.integrations.pretrained_model`. Parameters without stored values are initialised.
+        device: the compute device; by default a CUDA device if there is one, otherwise the CPU.
         link: copies bytes to and from a device of another kind.
-        process_group: the ranks that share the states; all of `torch.distributed`'s by default, which is initialised
-            here under a launcher (`infinity run`, `torchrun`) if it was not before.
-        trains: False for an engine that evaluates and generates, without optimizer states; None to train if there is an
-            optimizer, given or in the configuration.
-        engine_class: of the engine.
-        adapt: makes of the configuration, once it is read, the one that is in force.
+        process_group: the ranks that share the states; by default all ranks of `torch.distributed`, which is
+            initialised here under a launcher (`infinity run`, `torchrun`) if it was not before.
+        trains: False for an engine that evaluates and generates, without optimizer states; None to train if an
+            optimizer is given or configured.
+        engine_class: the class of the engine.
+        adapt: takes the resolved configuration, and returns the one to use.
 
     Returns:
         (engine, optimizer or None, dataloader or None, lr_scheduler or None)
 
     Raises:
-        ConfigError: a key, value or combination that cannot work, by name.
-        CapacityError: a memory budget that is too small, with the number that is needed.
-        StorageError: an nvme path that cannot be used.
+        ConfigError: a key, value or combination cannot work. The message names it.
+        CapacityError: a memory budget is too small. The message has the number that is needed.
+        StorageError: an NVMe path cannot be used.
         RankError: another rank has failed.
     """
     resolved, ranks, model = _meet(model, config, optimizer, process_group)
@@ -131,7 +132,7 @@ def initialize(
     try:
         dataloader = _dataloader(training_data, resolved, ranks, collate_fn)
         values.detach()
-        tiered.bind(model, groups, frozen)  # those that came on meta were replaced
+        tiered.bind(model, groups, frozen)  # parameters on the meta device were replaced
         outside.place(compute_dtype(resolved), link.device, ranks)
         runtime = build_runtime(
             model,
@@ -161,8 +162,8 @@ def initialize(
 
 
 def _give_back(values: InitialValues, outside: OutsideUnits, runtime: Runtime | None) -> None:
-    """Leave the model as it came."""
-    with ExitStack() as rest:  # in reverse, and all of it, whatever fails
+    """Restore the model after an error, with the values and placement that it had before `initialize`."""
+    with ExitStack() as rest:  # each callback runs, even if another one fails
         rest.callback(values.give_back)
         rest.callback(outside.give_back)
         if runtime is not None:
@@ -171,7 +172,7 @@ def _give_back(values: InitialValues, outside: OutsideUnits, runtime: Runtime | 
 
 
 def _meet(model: Any, config: Any, optimizer: Any, process_group: Any | None) -> tuple[Config, Ranks, nn.Module]:
-    """The configuration, the ranks, and the model itself; where one rank refuses what it is given, all do."""
+    """Return the configuration, the ranks, and the unwrapped model. If one rank refuses its arguments, all raise."""
     size = world_size(process_group)
 
     def read() -> tuple[Config, nn.Module]:
@@ -184,7 +185,7 @@ def _meet(model: Any, config: Any, optimizer: Any, process_group: Any | None) ->
     failure: Exception | None = None
     try:
         outcome.append(read())
-    except Exception as error:  # told to the other ranks before it is raised
+    except Exception as error:  # raised below, on all ranks
         failure = error
     ranks = join_ranks(process_group, outcome[0][0].communication.timeout_s if outcome else _TIMEOUT_S)
 
@@ -210,8 +211,7 @@ def _agreed_optimizer(
     trains: bool,
     own_schedule: bool,
 ) -> tuple[TieredOptimizer, dict[str, int], dict[str, int], RunFacts]:
-    """What is trained and how, the group of each parameter, trained and frozen, and all facts of it, once all ranks
-    have the same.
+    """Return the optimizer, the groups of trained and of frozen parameters, and the facts that all ranks agree on.
 
     Args:
         own_schedule: the learning rates do not follow the configuration's schedule.
@@ -227,7 +227,7 @@ def _agreed_optimizer(
         if trains:
             tiered = optimizer_class(*_parameters(model, config, model_parameters, optimizer))
             tiered.rules()  # refuses hyper-parameters that cannot be used
-        if trains and not own_schedule:  # what would be refused is refused before the tiers are filled
+        if trains and not own_schedule:  # checked now, before the tiers are filled
             try_schedule(config, tiered.kind, tiered.param_groups)
         made.append((tiered, *_group_of_each(model, tiered)))
 
@@ -247,7 +247,7 @@ def _agreed_optimizer(
 
 
 def _check_arguments(model: Any, config: Any, optimizer: Any) -> None:
-    """Refuse what is no model, no configuration or no optimizer."""
+    """Raise ConfigError unless these are a model, a configuration, and an optimizer or None."""
     if isinstance(config, nn.Module):
         raise ConfigError("`config` is a model: the order is initialize(model, config, ...), or name the arguments")
     if not isinstance(model, nn.Module):
@@ -255,8 +255,8 @@ def _check_arguments(model: Any, config: Any, optimizer: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
-                f"module `{name}` ({type(module).__name__}) is TorchScript, whose parameters nothing can bring to it: "
-                "give initialize the module that it was made from, and compile that (engine.compile)"
+                f"module `{name}` ({type(module).__name__}) is TorchScript, which the engine cannot hook to fetch its "
+                "parameters: give initialize the module that it was made from, and compile that (engine.compile)"
             )
     if not isinstance(config, (str, Path, Mapping, Config)):
         raise ConfigError(f"`config` is {_words(config)}; give a JSON file's path, its content as a dict, or a Config")
@@ -271,7 +271,7 @@ def _words(value: Any) -> str:
 
 
 def _check_batch(config: Config, ranks: Ranks) -> None:
-    """Refuse a configuration that was resolved for another number of ranks, or that they cannot share as it says."""
+    """Refuse a configuration that was resolved for another number of ranks, or whose shard size does not divide it."""
     per_rank = config.micro_batch_size * config.gradient_accumulation_steps
     if per_rank * ranks.size != config.train_batch_size:
         raise ConfigError(
@@ -287,7 +287,7 @@ def _parameters(
     model_parameters: ParamsOrGroups | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[ParamsOrGroups, Mapping[str, Any], OptimizerKind]:
-    """What to train, the default hyper-parameters, and by which optimizer."""
+    """Return (parameters or groups to train, default hyper-parameters, kind of optimizer)."""
     if optimizer is not None:
         if config.optimizer is not None:
             raise ConfigError("both `optimizer` and the configuration's optimizer section are given; give one")
@@ -308,7 +308,7 @@ def _parameters(
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Refuse what cannot be trained."""
+    """Refuse a model with parameters that cannot be trained or placed."""
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise ConfigError(f"parameter `{name}` has no shape yet (a lazy module); run one forward pass first")
@@ -332,12 +332,12 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def _check_memory_of_their_own(model: nn.Module) -> None:
-    """Refuse trained parameters in whose memory other parameters or buffers lie: in the tiers, each has its own."""
+    """Refuse trained parameters that share memory with other parameters or buffers: in the tiers, each has its own."""
     spans = []
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         part = local_part(tensor)
         if part.layout is torch.strided and not (tensor.is_meta or not tensor.numel() or 0 in part.stride()):
-            length = part.numel() if part.is_contiguous() else 1  # others may lie between its elements
+            length = part.numel() if part.is_contiguous() else 1  # other tensors may use the gaps between its elements
             spans.append((str(part.device), part.data_ptr(), length * part.itemsize, name, tensor.requires_grad))
     spans.sort(key=itemgetter(0, 1))
     before = ("", 0, 0, "", False)
@@ -345,15 +345,15 @@ def _check_memory_of_their_own(model: nn.Module) -> None:
         device, start, nbytes, name, trains = span
         if device == before[0] and start < before[1] + before[2] and (trains or before[4]):
             raise ConfigError(
-                f"`{before[3]}` and `{name}` lie in the same memory (`a.data = b.data` does that), which they would "
-                "not any more: to tie parameters, make them one (`a = b`); to keep the two apart, clone one"
+                f"`{before[3]}` and `{name}` lie in the same memory (`a.data = b.data` does that), but the engine "
+                "would store them apart: to tie parameters, make them one (`a = b`); to keep both, clone one"
             )
         if device != before[0] or start + nbytes > before[1] + before[2]:
             before = span
 
 
 def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> tuple[dict[str, int], dict[str, int]]:
-    """Parameter group by parameter name, of those that are trained, and of those that are frozen."""
+    """Return the parameter group of every trained parameter, and of every frozen one, by name."""
     names = {id(param): name for name, param in model.named_parameters()}
     trained: dict[str, int] = {}
     frozen: dict[str, int] = {}
@@ -370,10 +370,10 @@ def _group_of_each(model: nn.Module, optimizer: TieredOptimizer) -> tuple[dict[s
 
 
 def _default_link(device: torch.device | str | None) -> Link:
-    """The link to the compute device.
+    """Return the link to the compute device.
 
     Raises:
-        ConfigError: a device that does not exist, or that torch does not see.
+        ConfigError: the device does not exist, or torch does not see it.
     """
     chosen = compute_device(device)
     if chosen.type == "cpu":
@@ -399,15 +399,15 @@ def _scheduler(
 def _dataloader(
     dataset: Any | None, config: Config, ranks: Ranks, collate_fn: Callable[[list[Any]], Any] | None
 ) -> Any | None:
-    """Micro-batches: of a map-style dataset shuffled and this rank's share, of an iterable one as they come."""
+    """Return a loader of micro-batches: a map-style dataset is shuffled, and divided among the ranks."""
     if dataset is None:
         return None
     how: dict[str, Any] = {"batch_size": config.micro_batch_size, "collate_fn": collate_fn}
     how["drop_last"] = config.drops_last
     if isinstance(dataset, torch.utils.data.IterableDataset):
         _log.info(
-            "training_data is iterable: each rank reads what its own iterator gives, so it must divide itself among "
-            "them (torch.distributed.get_rank())"
+            "training_data is iterable: each rank reads its own iterator, so the dataset must divide its samples among "
+            "the ranks (torch.distributed.get_rank())"
         )
     elif ranks.size == 1:
         how["shuffle"] = True

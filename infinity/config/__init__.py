@@ -1,4 +1,4 @@
-"""The typed schema of the JSON file."""
+"""Read, check and resolve the configuration (a JSON file or a mapping)."""
 
 from infinity.config.edit import edited
 from infinity.config.load import load_config, with_values

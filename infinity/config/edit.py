@@ -1,4 +1,4 @@
-"""A configuration file with other values for some keys, and everything else in it as its author left it."""
+"""Change some keys of a configuration, and leave the rest of the file as it is."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ AN_OBJECT = "it must be an object of keys and values"
 
 
 def edited(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a file's content with new values at dotted paths.
+    """Return a copy of a file's content with new values at dotted paths.
 
-    Keys keep their order and their spelling (`{"tiering.tile_size": ...}` stays dotted); new ones come last in their
-    section. A deprecated switch goes where the section that has replaced it is given a value.
+    Keys keep their order and their spelling (`{"tiering.tile_size": ...}` stays dotted). New keys are last in their
+    section. A deprecated switch is removed if the section that has replaced it gets a value.
 
     Raises:
-        ConfigError: there is something else where a section should be.
+        ConfigError: the value of a section is no object.
     """
     result = copy.deepcopy(dict(values))
     for path, value in changes.items():
@@ -44,7 +44,7 @@ def _set(section: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _split(section: Mapping[str, Any], path: str) -> tuple[str, str]:
-    """The longest beginning of `path` that is a key here, or else its first part; and what is left of it."""
+    """Split `path` behind its longest prefix that is a key of the section, or else behind its first part."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         key = ".".join(parts[:count])
@@ -54,7 +54,7 @@ def _split(section: Mapping[str, Any], path: str) -> tuple[str, str]:
 
 
 def remove(section: dict[str, Any], path: str) -> None:
-    """Leave out the key at a dotted path."""
+    """Remove the key at a dotted path, if it exists."""
     key, rest = _split(section, path)
     if not rest:
         section.pop(key, None)

@@ -1,7 +1,7 @@
 """DeepSpeed's keys that are no fields of the schema: without effect here, refused, or deprecated.
 
 The first two tables map a dotted path to the reason, which the log line, the error and the documentation show. A
-refused key is accepted when its value asks for nothing: off, null, or what DeepSpeed has as its default.
+refused key is accepted if its value switches the feature off: false, null, or DeepSpeed's default.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ NO_EFFECT: dict[str, str] = {
     "bf16.immediate_grad_update": "gradients leave the parameters as backward produces them",
 }
 
-# What keys without an effect may be, in any case of letters, where DeepSpeed refuses anything else.
+# Allowed values of keys without an effect, in upper or lower case, for which DeepSpeed refuses all others.
 CHOICES: dict[str, tuple[str, ...]] = {"checkpoint.tag_validation": ("Ignore", "Warn", "Fail")}
 
 REFUSED: dict[str, str] = {
@@ -156,13 +156,13 @@ REFUSED: dict[str, str] = {
     "bf16.bf16_optimizer_states": "see tiering.state_format",
 }
 
-# Switches that DeepSpeed has deprecated, and the section that has device cpu where one is on.
+# Switches that DeepSpeed has deprecated, and the section whose device is cpu if the switch is on.
 DEPRECATED: dict[str, str] = {
     "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
     "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
 }
 
-# Values of refused keys that ask for nothing, where that is not false or null.
+# Values of refused keys that switch the feature off, besides false and null.
 _OFF: dict[str, object] = {
     "sequence_parallel_size": 1,
     "data_types.keep_in_fp32_modules": [],
@@ -191,7 +191,7 @@ _SWITCHES = dict.fromkeys(
 ) | {"compile": "deepcompile", "tensor_parallel": "autotp_size"}
 
 
-def asks_for_nothing(path: str, value: Any) -> bool:
+def is_switched_off(path: str, value: Any) -> bool:
     """Whether a refused key has a value that switches its feature off."""
     if isinstance(value, Mapping):
         switch = value.get(_SWITCHES.get(path, "enabled"), path not in _SWITCHES)

@@ -1,4 +1,4 @@
-"""Read a configuration: a JSON file or a mapping in, a frozen `Config` out."""
+"""Read a JSON file or a mapping, and return a frozen `Config`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, ValidationError
 
 from infinity.config.edit import AN_OBJECT, edited, remove
-from infinity.config.keys import CHOICES, DEPRECATED, NO_EFFECT, REFUSED, asks_for_nothing
+from infinity.config.keys import CHOICES, DEPRECATED, NO_EFFECT, REFUSED, is_switched_off
 from infinity.config.read import check_values, read_json
 from infinity.config.resolve import resolve
 from infinity.config.resolved import Config
@@ -24,7 +24,7 @@ from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_COMMENTS = ("_comment", "//", "#", "$schema")  # JSON has no comments, so that people write keys
+_COMMENTS = ("_comment", "//", "#", "$schema")  # prefixes of keys that people use for comments in JSON
 
 ConfigSource = str | Path | Mapping[str, Any]
 
@@ -34,13 +34,13 @@ def load_config(source: ConfigSource, *, auto: Mapping[str, Any] | None = None, 
 
     Args:
         source: path of a JSON file, or its content as a mapping. Dotted keys stand for nested ones.
-        auto: values for keys that the source leaves "auto", by dotted path. The others get their defaults, or follow
-            from the rest; a log line says for each what it became.
-        world_size: ranks that share the global batch.
+        auto: values for keys that are "auto" in the source, by dotted path. All other "auto" keys get their defaults,
+            or values that follow from other keys. A log line names each value.
+        world_size: number of ranks that share the global batch.
 
     Raises:
-        ConfigError: a key that is unknown or refused, a value of the wrong kind, or sizes that contradict one
-            another. The message names the key and says what to do.
+        ConfigError: a key is unknown or refused, a value is of the wrong kind, or sizes contradict one another. The
+            message names the key and says what to do.
     """
     values = _nest(_read(source))
     _lift_aio(values)
@@ -84,7 +84,7 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lift_aio(values: dict[str, Any]) -> None:
-    """Have `aio` at the top where a file has it in `zero_optimization`, as guides to ZeRO-Infinity print it."""
+    """Move `aio` from `zero_optimization` to the top level. Guides to ZeRO-Infinity print it in the wrong place."""
     section = values.get("zero_optimization")
     if not isinstance(section, dict) or "aio" not in section:
         return
@@ -95,7 +95,7 @@ def _lift_aio(values: dict[str, Any]) -> None:
 
 
 def _merge(below: Any, above: dict[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, section by section."""
+    """Merge two values section by section. Values of `above` override those of `below`."""
     if not isinstance(below, dict):
         return above
     merged = dict(below)
@@ -105,7 +105,7 @@ def _merge(below: Any, above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill(values: dict[str, Any], auto: Mapping[str, Any]) -> None:
-    """Put in what was given for keys that are "auto", and for no others."""
+    """Set the given values of keys that are "auto". Refuse a value for any other key."""
     for path, value in auto.items():
         *parents, last = path.split(".")
         section: Any = values
@@ -121,10 +121,10 @@ def _fill(values: dict[str, Any], auto: Mapping[str, Any]) -> None:
 
 
 def with_values(source: ConfigSource, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a configuration with other values for some keys, given by dotted path.
+    """Return the content of a configuration with new values for some keys, given by dotted path.
 
     Raises:
-        ConfigError: the source cannot be read, or has something else where a section should be.
+        ConfigError: the source cannot be read, or the value of a section is no object.
     """
     return edited(_nest(_read(source)), changes)
 
@@ -133,14 +133,14 @@ def with_values(source: ConfigSource, changes: Mapping[str, Any]) -> dict[str, A
 
 
 class Key(NamedTuple):
-    """What the schema has at a dotted path: a section's class, or the default of a value."""
+    """The entry of the schema at a dotted path: a section's class, or the default of a value."""
 
     section: type[BaseModel] | None
     default: Any
 
 
 def known_keys(section: type[BaseModel] = RootSection, prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """Every key that is honoured, by its dotted path; a key with two spellings has two."""
+    """Yield (dotted path, entry) of every key in the schema. A key with two spellings is yielded twice."""
     for name, field in section.model_fields.items():
         candidates = (field.annotation, *get_args(field.annotation))
         inner = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
@@ -151,14 +151,14 @@ def known_keys(section: type[BaseModel] = RootSection, prefix: str = "") -> Iter
 
 
 def _classify(values: dict[str, Any]) -> None:
-    """Leave in `values` what the schema honours, by present names; for "auto" and null, defaults stand."""
+    """Check all keys of `values`, and keep only those of the schema. Remove "auto" and null, so that defaults apply."""
     known = dict(known_keys())
     sections = {path.rpartition(".")[0] for path in (*known, *NO_EFFECT, *REFUSED)}
     for path, value in list(_entries(values, sections)):
         if path in REFUSED:
-            if not asks_for_nothing(path, value):
+            if not is_switched_off(path, value):
                 raise ConfigError(f"{path} is {shown(value)}: {REFUSED[path]}; remove the key")
-            _log.info("configuration key %s is switched off, and would be refused otherwise", path)
+            _log.info("configuration key %s is ignored: its feature is not supported, but it is switched off", path)
             remove(values, path)
         elif path in NO_EFFECT:
             _check_choice(path, value)
@@ -173,7 +173,7 @@ def _classify(values: dict[str, Any]) -> None:
                 _log.info("configuration key %s is auto: %s, the default", path, known[path].default)
             if value is None or value == "auto":
                 remove(values, path)
-        elif path in sections:  # of which nothing is honoured
+        elif path in sections:  # a section without a key of the schema
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{path} is {shown(value)}; {AN_OBJECT}")
             remove(values, path)
@@ -183,7 +183,7 @@ def _classify(values: dict[str, Any]) -> None:
 
 
 def _offload_to_cpu(values: dict[str, Any], path: str) -> None:
-    """Honour a deprecated switch, which excludes the section that has replaced it."""
+    """Replace a deprecated switch by its section. Refuse it if the section is given as well."""
     section, _, name = DEPRECATED[path].rpartition(".")
     if values[section].get(name) not in (None, "auto"):
         raise ConfigError(f"{path} is deprecated and {DEPRECATED[path]} is given as well; remove {path}")
@@ -192,7 +192,7 @@ def _offload_to_cpu(values: dict[str, Any], path: str) -> None:
 
 
 def _entries(values: Mapping[str, Any], sections: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted paths and values of a mapping, innermost first, down to where there are no sections."""
+    """Yield (dotted path, value) of all keys, innermost first. Only mappings in `sections` are entered."""
     for key, value in values.items():
         path = prefix + key
         if isinstance(value, Mapping) and path in sections:
@@ -229,7 +229,7 @@ def _unknown(path: str, known: Iterable[str]) -> str:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """Pydantic's first complaint, by the path in the file and without the names of our classes."""
+    """Return pydantic's first error as a message with the path in the file, without names of our classes."""
     problem = error.errors()[0]
     path = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""Paths as people write them in files and commands."""
+"""Expand and check paths from files and commands."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 
 def expanded_path(text: str) -> str:
-    """The path with `~`, `~user`, `$NAME` and `${NAME}` replaced, as a shell does.
+    """Return the path with `~`, `~user`, `$NAME` and `${NAME}` replaced, as in a shell.
 
     Raises:
         ValueError: no file can have this name; or it is a URL or a path of Windows, or names a user or a variable that
-            does not exist. Taken as they are, these would make a directory of that name.
+            does not exist. Without the check, a directory of that name would be made.
     """
     if not is_path(text):
         raise ValueError(f"{shown(text)} must be a path: not empty, without null characters, encodable")
@@ -45,7 +45,7 @@ def check_apart(what: str, paths: Iterable[Path]) -> None:
         what: the key or option, for the message.
 
     Raises:
-        ConfigError: two paths lead to one directory.
+        ConfigError: two paths are the same directory.
     """
     found: dict[str, Path] = {}
     for path in paths:
@@ -57,7 +57,7 @@ def check_apart(what: str, paths: Iterable[Path]) -> None:
 
 
 def is_path(text: str) -> bool:
-    """Whether the system takes this as the path of a file."""
+    """Whether the system accepts this as the path of a file."""
     try:
         return bool(text) and b"\0" not in os.fsencode(text)
     except (UnicodeEncodeError, TypeError):  # a caller's value, of any type

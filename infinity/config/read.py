@@ -1,4 +1,4 @@
-"""Read JSON files, with an error that names the place where a file is not JSON, and write them whole."""
+"""Read JSON files with errors that name the place, and write them atomically."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from infinity.errors import ConfigError
 _MOST_BYTES = 16 << 20
 _MOST_OF_ANY = 1 << 30
 _MOST_LEVELS = 32
-_MOST_DIGITS = 400  # more than a float's largest value has
+_MOST_DIGITS = 400  # more digits than the largest float has
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object that a file holds.
+    """Return the JSON object in a file.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else; the message says what and where.
+        ConfigError: the file cannot be read, or holds no JSON object. The message says what is wrong and where.
     """
     text = _text(path)
     try:
@@ -40,13 +40,13 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, values: Mapping[str, Any], what: str) -> None:
-    """Write a file whole or not at all; a ConfigError if it cannot be written."""
+    """Write a file atomically. Raise ConfigError, which names `what`, if it cannot be written."""
     text = json.dumps(values, indent=2) + "\n"
     try:
-        if path.exists() and not path.is_file():  # /dev/stdout, which a rename would replace
+        if path.exists() and not path.is_file():  # such as /dev/stdout, which a rename would replace
             path.write_text(text, encoding="utf-8")
             return
-        target = Path(os.path.realpath(path))  # a link stays one
+        target = Path(os.path.realpath(path))  # keeps a symbolic link
         partial = target.with_name(target.name + ".part")
         try:
             partial.write_text(text, encoding="utf-8")
@@ -58,10 +58,10 @@ def write_json(path: Path, values: Mapping[str, Any], what: str) -> None:
 
 
 def read_regular(path: str | Path, most_bytes: int = _MOST_OF_ANY) -> bytes:
-    """The content of a regular file. Nobody is waited for: a named pipe that has no writer would keep us for ever.
+    """Return the content of a regular file. A named pipe is refused: the read would block until it has a writer.
 
     Raises:
-        OSError: it cannot be read, is something else than a regular file, or is larger than any of its kind.
+        OSError: the file cannot be read, is no regular file, or is larger than `most_bytes`.
         ValueError: no file can have this name.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -74,7 +74,7 @@ def read_regular(path: str | Path, most_bytes: int = _MOST_OF_ANY) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """The UTF-8 text of a regular file, see `read_regular`; raises the same."""
+    """Return the UTF-8 text of a regular file. Raises as `read_regular`."""
     return read_regular(path).decode("utf-8")
 
 
@@ -83,7 +83,7 @@ def _text(path: str | Path) -> str:
         content = read_regular(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except ValueError as error:  # a null character, or what no filename can hold
+    except ValueError as error:  # a null character, or a character that no file name can have
         raise ConfigError(f"cannot read the configuration {shown(str(path))}: {error}") from error
     try:
         return content.decode("utf-8-sig")
@@ -94,12 +94,12 @@ def _text(path: str | Path) -> str:
 
 
 def _whole(digits: str) -> int | float:
-    """An integer; one that nothing could use is infinite, which is refused under its key as such."""
+    """Parse an integer. One that is too long becomes infinite, which is then refused with the name of its key."""
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Python's parser keeps the last of two equal keys, silently."""
+    """Refuse double keys: Python's parser would silently keep the last one."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
@@ -109,7 +109,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_values(values: Any, path: str = "", level: int = 0) -> None:
-    """Refuse by its key what no key can use and what would break whoever shows it: endless nesting, endless numbers."""
+    """Refuse nesting that is too deep and integers that are too long to be shown, with the name of their key."""
     if level > _MOST_LEVELS:
         raise ConfigError(f"{path[:80]}... is nested more than {_MOST_LEVELS} levels deep; no key is")
     if isinstance(values, Mapping):

@@ -1,4 +1,4 @@
-"""From the sections of the file to the frozen `Config`: what follows from what, and what contradicts what."""
+"""Resolve the sections of the file to a frozen `Config`: compute missing values, and refuse contradictions."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from infinity.config.values import boolean
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-# A tile of optimizer states: in host memory so large that 16 cores, which take half a millisecond for it, lose little
-# between two of them; on NVMe so small that many are in flight.
-_HOST_TILE_BYTES = 256 << 20  # what 16 threads update in 3 ms: 0.3 ms of Python and of waking them is a tenth
+# Size of a tile of optimizer states. A tile in host memory is large, so that the time between two tiles is small
+# compared with the update. Tiles on NVMe are small, so that many are in flight.
+_HOST_TILE_BYTES = 256 << 20  # 16 threads update it in 3 ms; Python, and waking the threads, takes 0.3 ms
 _DRIVE_TILE_BYTES = 4 << 20
 _DRIVES_TILE_BYTES = 16 << 20
 
@@ -114,13 +114,13 @@ def _grad_accum_dtype(section: DataTypesSection, precision: Precision, *, accumu
 
 
 def _offloaded(zero: ZeroSection) -> ZeroSection:
-    """With those sections switched off that the stage is below: they do nothing."""
+    """Return the section with device none for offloads that need a higher stage, and log a warning for each."""
     off = {}
     for name, least in OFFLOADED_FROM.items():
         section = getattr(zero, name)
         if zero.stage < least and section.device != "none":
             _log.warning(
-                "zero_optimization.%s.device is %s, which does nothing at stage %d: what it names stays on the device. "
+                "zero_optimization.%s.device is %s, which does nothing at stage %d: these states stay on the device. "
                 "Set zero_optimization.stage to %d to offload it",
                 *(name, section.device, zero.stage, least),
             )
@@ -138,7 +138,7 @@ def _check_ratio(zero: ZeroSection) -> None:
 
 
 def _shard_size(root: RootSection) -> int | None:
-    """Ranks that divide the states among them, by infinity's key or one of DeepSpeed's; None for all."""
+    """Return how many ranks divide the states, by infinity's key or one of DeepSpeed's; None for all ranks."""
     zero, own = root.zero_optimization, root.communication.shard_size
     if own is not None and zero.stage == 0:
         raise ConfigError(
@@ -152,25 +152,25 @@ def _shard_size(root: RootSection) -> int | None:
         "zero_optimization.mics_shard_size": mics,
         "zero_optimization.zero_hpz_partition_size": hpz,
     }
-    asked = {key: size for key, size in given.items() if size is not None}
-    if zero.stage < 3:  # where DeepSpeed's have no effect there, either
-        for key in asked.keys() - {"communication.shard_size"}:
+    chosen = {key: size for key, size in given.items() if size is not None}
+    if zero.stage < 3:  # DeepSpeed's keys have no effect in DeepSpeed, either
+        for key in chosen.keys() - {"communication.shard_size"}:
             _log.info("configuration key %s has no effect at stage %d; see communication.shard_size", key, zero.stage)
         return own
-    if len(set(asked.values())) > 1:
-        both = " and ".join(f"{key} is {size}" for key, size in asked.items())
+    if len(set(chosen.values())) > 1:
+        both = " and ".join(f"{key} is {size}" for key, size in chosen.items())
         raise ConfigError(f"{both}: all of them say how many ranks divide the states among them; keep one")
-    if "zero_optimization.zero_hpz_partition_size" in asked and len(asked) == 1:
+    if "zero_optimization.zero_hpz_partition_size" in chosen and len(chosen) == 1:
         _log.warning(
-            "zero_optimization.zero_hpz_partition_size is %d: gradients and optimizer states are divided among so many "
-            "ranks, too, where DeepSpeed divides them among all; see communication.shard_size",
+            "zero_optimization.zero_hpz_partition_size is %d: gradients and optimizer states are divided among this "
+            "number of ranks, too, while DeepSpeed divides them among all; see communication.shard_size",
             hpz,
         )
-    return next(iter(asked.values()), None)
+    return next(iter(chosen.values()), None)
 
 
 def _batch_sizes(root: RootSection, world_size: int) -> tuple[int, int, int]:
-    """(micro batch, accumulation steps, global batch), any two of which fix the third."""
+    """Return (micro batch, accumulation steps, global batch). Any two of them determine the third."""
     micro, accumulation = root.train_micro_batch_size_per_gpu, root.gradient_accumulation_steps
     total = root.train_batch_size
     if total is not None and (micro is None or accumulation is None):
@@ -196,7 +196,7 @@ def _triangle(micro: int | None, accumulation: int | None, total: int, world_siz
 
 
 def _scheduler(section: NamedSection, optimizer: OptimizerConfig | None) -> SchedulerConfig:
-    """A schedule whose highest rate is "auto" rises to the optimizer's."""
+    """Return the schedule. If its highest rate is "auto", it is the optimizer's rate."""
     resolved = SchedulerConfig(**_without_auto("scheduler", section))
     if section.params.get("warmup_max_lr") != "auto" or optimizer is None or "lr" not in optimizer.params:
         return resolved
@@ -206,7 +206,7 @@ def _scheduler(section: NamedSection, optimizer: OptimizerConfig | None) -> Sche
 
 
 def _without_auto(name: str, section: NamedSection) -> dict[str, Any]:
-    """An optimizer or scheduler section, with "auto" parameters left to their defaults, and "true" for true."""
+    """Return type and params of a section, without "auto" parameters, and with the strings "true", "false" as bool."""
     for key, value in section.params.items():
         if value == "auto":
             _log.info("configuration key %s.params.%s is auto: left to its default", name, key)
@@ -218,7 +218,7 @@ _AUTOCAST: dict[str, Precision] = {"bfloat16": "bf16", "bf16": "bf16", "float16"
 
 
 def _autocast(root: RootSection, precision: Precision) -> Precision | None:
-    """In which dtype of 16 bits the forward pass runs under `torch.autocast`, over float32 parameters."""
+    """Return the 16-bit dtype of the forward pass under `torch.autocast` over float32 parameters; None if it is off."""
     section = root.torch_autocast
     if not section.enabled:
         return None
@@ -235,7 +235,7 @@ def _autocast(root: RootSection, precision: Precision) -> Precision | None:
 
 
 def _check_unmanaged(tiering: TieringSection) -> None:
-    """Refuse what must know before a backward pass whether it is the last of its step."""
+    """Refuse settings that must know before a backward pass whether it is the last of its step."""
     for key, value, other in (
         ("update_schedule", "backward", "deferred"),
         ("accumulation", "layer", "micro_batch"),
@@ -268,14 +268,14 @@ def _fp16(section: Fp16Section) -> Fp16Config:
     initial = 2.0**section.initial_scale_power
     if section.loss_scale == 0 and section.min_loss_scale > initial:
         raise ConfigError(
-            f"fp16.min_loss_scale is {section.min_loss_scale:g}, above the scale to begin with, {initial:g} (2 to the "
+            f"fp16.min_loss_scale is {section.min_loss_scale:g}, above the initial scale, {initial:g} (2 to the "
             f"power of fp16.initial_scale_power, {section.initial_scale_power}); lower it or raise the power"
         )
     return Fp16Config(**section.model_dump(exclude={"enabled", "auto_cast"}))
 
 
 def default_tile_bytes(drives: int) -> int:
-    """Bytes of a tile of optimizer states that live on so many drives, which share it; with none, in host memory."""
+    """Return the bytes of a tile of optimizer states on `drives` drives, which share it; in host memory if 0."""
     return min(_DRIVES_TILE_BYTES, drives * _DRIVE_TILE_BYTES) or _HOST_TILE_BYTES
 
 

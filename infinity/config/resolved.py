@@ -1,4 +1,4 @@
-"""The resolved configuration: plain frozen facts, no "auto" left that the file alone can decide."""
+"""The resolved configuration, in frozen dataclasses. An "auto" that the file alone can decide is decided."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Which tier is home for a kind of state.
+    """The tier that is the home of a kind of state.
 
     Attributes:
-        ratio: the share of it that is there; the rest stays on the compute device. None for all but what is updated
-            sooner there, if the device has room to spare.
+        ratio: the share of the states in this tier; the rest stays on the compute device. None for all states, except
+            those that spare device memory is filled with.
     """
 
     device: Device
@@ -57,7 +57,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class LeafModules:
-    """Modules that are gathered whole: by classes, by their names in the model, and by ends of such names."""
+    """Modules that are gathered as a whole: by class, by name in the model, and by suffix of such a name."""
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -71,8 +71,8 @@ class ZeroConfig:
     Attributes:
         param_persistence_threshold: parameters of at most this many elements outside of blocks stay resident.
         prefetch_numel: elements of units that ranks gather ahead of their use, beyond the next one; None for a default.
-        shard_size: neighbouring ranks that divide the states among them, as the others do; None for all ranks.
-        leaf_modules: what is gathered whole, beside what `set_z3_leaf_modules` has named.
+        shard_size: number of neighbouring ranks that divide the states among them; None for all ranks.
+        leaf_modules: modules that are gathered as a whole, besides those of `set_z3_leaf_modules`.
     """
 
     stage: int
@@ -84,10 +84,10 @@ class ZeroConfig:
     leaf_modules: LeafModules = LeafModules()
 
     def sharing(self, ranks: int) -> int:
-        """Of so many ranks, those that divide the states among them.
+        """Return how many of `ranks` ranks divide the states among them.
 
         Raises:
-            ConfigError: the ranks are no whole number of such groups.
+            ConfigError: the number of ranks is no multiple of this.
         """
         if self.stage == 0:
             return 1
@@ -103,7 +103,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class NvmeConfig:
-    """A directory on a drive; capacity None means what is free."""
+    """A directory on a drive. Capacity None stands for the free space."""
 
     path: Path
     capacity_bytes: int | None = None
@@ -112,11 +112,10 @@ class NvmeConfig:
 
 @dataclass(frozen=True)
 class TieringConfig:
-    """Budgets and policies of the tiers; None means chosen at initialize (for `timeline`: none is written).
+    """Budgets and policies of the tiers. None means chosen at `initialize` (for `timeline`: none is written).
 
     Attributes:
-        fill_device: optimizer states come to the device as far as its memory has room; "auto" does nothing where they
-            cannot.
+        fill_device: fill spare device memory with optimizer states; "auto" does nothing if that is not possible.
         device_headroom: the share of the device's memory that `fill_device` leaves free.
     """
 
@@ -154,10 +153,10 @@ class AioConfig:
 
 @dataclass(frozen=True)
 class CommunicationConfig:
-    """How ranks talk to each other.
+    """Communication between ranks.
 
     Attributes:
-        timeout_s: how long one waits for another.
+        timeout_s: the longest time that a rank waits for another.
     """
 
     timeout_s: float = 300.0
@@ -174,11 +173,11 @@ class WandbConfig:
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """What is told about training, and to whom; None where nothing is.
+    """The monitors that training reports to; None for one that is off.
 
     Attributes:
         tensorboard, csv: directory of the files.
-        phases: the seconds of forward, backward and step, too.
+        phases: also report the seconds of forward, backward and step.
     """
 
     tensorboard: Path | None = None
@@ -188,28 +187,28 @@ class MonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """Somebody is told something."""
+        """Whether a monitor is on."""
         return any(section is not None for section in (self.tensorboard, self.csv, self.wandb))
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that `initialize` needs to know.
+    """The configuration of an engine.
 
     Attributes:
         train_batch_size: samples per update over all ranks.
         micro_batch_size: samples per forward on one rank.
-        gradient_clipping: global norm to clip to; 0 for none.
-        communication_data_type: in which gradients travel between ranks and are summed there; by default `precision`.
-        grad_accum_dtype: in which the gradients of micro-batches are summed.
-        managed_accumulation: steps are counted by micro-batches; else each call of `step()` ends one.
-        drops_last: the loader that `initialize` makes of a dataset leaves out a last micro-batch that is not full.
+        gradient_clipping: global norm to clip to; 0 for no clipping.
+        communication_data_type: the dtype in which ranks exchange and sum gradients; by default `precision`.
+        grad_accum_dtype: the dtype in which the gradients of micro-batches are summed.
+        managed_accumulation: a step ends after the configured number of micro-batches. If False, at each `step()`.
+        drops_last: the data loader that `initialize` makes drops a last micro-batch that is not full.
         sums_ranks: gradients are the sum over the ranks, not the mean.
-        autocast: in which the model's forward runs under `torch.autocast`; None where it does not.
-        keeps_gradients: those of a step wait for `step()`, whatever else needs them.
-        rounds_masters: the master weights begin as what the compute dtype has of the model's values.
-        casts_inputs: inputs of the model's forward that are floating-point numbers become fp16, as its parameters are.
-        fp16: how the loss is scaled; None unless `precision` or `autocast` is fp16.
+        autocast: the dtype of the model's forward under `torch.autocast`; None without autocast.
+        keeps_gradients: the gradients of a step are kept until `step()`: no update runs before.
+        rounds_masters: initialize the masters from the model's values rounded to the compute dtype.
+        casts_inputs: convert floating-point inputs of the model's forward to fp16.
+        fp16: the settings of the loss scale; None unless `precision` or `autocast` is fp16.
         source: the file's content as it was given; `config[key]` and `config.get(key)` read it.
     """
 
@@ -239,19 +238,19 @@ class Config:
 
     @property
     def waits(self) -> bool:
-        """Nothing may be updated before `step()`: only then is the norm known, or that the step ends."""
+        """Whether updates must wait for `step()`, because the norm, or the end of the step, is not known before."""
         return (
             self.keeps_gradients or self.gradient_clipping > 0 or self.fp16 is not None or not self.managed_accumulation
         )
 
     @property
     def accumulates(self) -> bool:
-        """The gradients of a step may come in several backward passes."""
+        """Whether a step may have several backward passes."""
         return self.gradient_accumulation_steps > 1 or not self.managed_accumulation
 
     def __getitem__(self, key: str) -> Any:
         return self.source[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What the file has at a key of its outermost level."""
+        """Return the file's value of a top-level key."""
         return self.source.get(key, default)

@@ -1,7 +1,7 @@
 """The JSON file's sections, as pydantic models: types, ranges and every default, in one place.
 
-The surface is DeepSpeed's (docs.deepspeed.ai, configuration JSON) plus `tiering`. What a model here has as a
-field is honoured; what changes nothing here, or is refused, is listed in keys.py.
+The sections are DeepSpeed's (docs.deepspeed.ai, configuration JSON) plus `tiering`. The fields of the models have an
+effect; keys.py lists the keys that have none, or are refused.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from infinity.config.sizes import parse_size
 from infinity.config.values import boolean
 
 BLOCK_ALIGN_BYTES = 4096
-MOST_IN_FLIGHT = 4096  # requests of a megabyte: far more than any drive serves at a time
+MOST_IN_FLIGHT = 4096  # requests of 1 MiB: far more than any drive serves at a time
 MOST_THREADS = 1024
 ALL_RANKS = -1
 
 
 def _number(value: Any) -> Any:
-    """True is no number, though Python counts with it."""
+    """Refuse bool, which Python would accept as a number."""
     if isinstance(value, bool):
         raise ValueError("it must be a number")
     return value
@@ -37,7 +37,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _count(value: Any) -> Any:
-    """JSON files write 5e8 for counts, which JSON reads as a float."""
+    """Convert a whole float to int: JSON reads the count 5e8 as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else _number(value)
 
 
@@ -58,7 +58,7 @@ def _all_or_some(ranks: int) -> int:
 
 
 def _log_path(value: str) -> str:
-    """The empty one is the working directory."""
+    """Expand a path. An empty one stands for the working directory."""
     return value and expanded_path(value)
 
 
@@ -78,7 +78,7 @@ Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_name)]
 
 
 class Section(BaseModel):
-    """A section: unknown keys are reported by the loader, which knows their neighbours."""
+    """A section. The loader reports unknown keys, because it can suggest similar ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, protected_namespaces=())
 
@@ -127,7 +127,7 @@ class LeafModuleSection(Section):
     name_suffixes: Names = ()
 
 
-# The first stage at which what a section names may leave the device.
+# The first stage at which the states of a section may be offloaded.
 OFFLOADED_FROM: Mapping[str, int] = {"offload_param": 3, "offload_optimizer": 1}
 
 
@@ -136,7 +136,7 @@ class ZeroSection(Section):
     offload_param: OffloadSection = OffloadSection()
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection()
     param_persistence_threshold: Count = Field(100_000, ge=0, alias="stage3_param_persistence_threshold")
-    # transformers has given a fraction of a hidden size's square.
+    # A float, because transformers sets it to a fraction of the hidden size's square.
     prefetch_bucket_size: Annotated[Number, Field(ge=0, lt=1 << 63)] | None = Field(
         None, alias="stage3_prefetch_bucket_size"
     )
@@ -155,7 +155,7 @@ class AioSection(Section):
 
 
 def _drives(value: Any) -> Any:
-    """A list is expected, and one path or one drive is what people write."""
+    """Refuse a path, a drive, or a list of paths with the right form: users often write these for a list of drives."""
     if isinstance(value, str):
         raise ValueError(f"write a list of drives: {json.dumps([{'path': value}])}")
     if isinstance(value, dict) and value:

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them."""
+"""Parse and format byte sizes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", re.IGNORECAS
 
 
 def parse_size(value: int | float | str) -> int:
-    """Bytes of `16MiB`, `2GB`, `5e8` or a plain number.
+    """Return the bytes of `16MiB`, `2GB`, `5e8` or a plain number.
 
     Raises:
-        ValueError: not a size; the message shows forms that are.
+        ValueError: the value is no size. The message shows valid forms.
     """
     if isinstance(value, bool):
         raise ValueError(f"{value!r} is not a size")
@@ -45,7 +45,7 @@ def parse_size(value: int | float | str) -> int:
 
 
 def named_size(name: str, value: int | str) -> int:
-    """`parse_size` of an argument, with a ConfigError that names it."""
+    """Return `parse_size` of the argument `name`. Raise ConfigError, which names it, if it is no size."""
     try:
         return parse_size(value)
     except ValueError as error:
@@ -53,7 +53,7 @@ def named_size(name: str, value: int | str) -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """`nbytes` in the binary unit that suits it: `1.50 GiB`."""
+    """Return `nbytes` in a suitable binary unit: `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
@@ -62,7 +62,7 @@ def format_size(nbytes: float) -> str:
 
 
 def size_to_set(nbytes: int) -> str:
-    """A value for a key that must be at least `nbytes`: `format_size`, rounded up, as one word: `1.51GiB`."""
+    """Return a value for a key that must be at least `nbytes`: rounded up, as one word, such as `1.51GiB`."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             hundredths = -(-nbytes * 100 // size)

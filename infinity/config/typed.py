@@ -1,8 +1,8 @@
-"""What a small file holds, checked once, where it is read, against the types of a dataclass's fields.
+"""Parse small JSON files into dataclasses, and check the types and bounds of all fields.
 
 [Note: typed records]
-A checksum shows that a file is as somebody wrote it, and not who that was. So every record has a dataclass whose fields
-say what they may hold, bounds included; what `parsed` returns needs no further look.
+A checksum shows that a file was not damaged, but not that its writer can be trusted. So every record has a dataclass
+whose field types include the bounds. A result of `parsed` needs no further checks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from infinity.config.values import shown
 
 Count: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 62)]
 Positive: TypeAlias = Annotated[int, Field(gt=0, lt=1 << 62)]
-Capacity: TypeAlias = Annotated[int, Field(ge=0, le=sys.maxsize)]  # the most stands for no limit
+Capacity: TypeAlias = Annotated[int, Field(ge=0, le=sys.maxsize)]  # `sys.maxsize` stands for no limit
 Real: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 Amount: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -28,10 +28,10 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def parsed(kind: type[_Kind], content: bytes | str) -> _Kind:
-    """The dataclass that JSON holds; nothing is converted but lists to tuples, and strings to paths.
+    """Return the dataclass of a JSON text. Only lists are converted, to tuples, and strings, to paths.
 
     Raises:
-        ValueError: it is no JSON, or a field is missing, of another type or out of bounds; the message names the field.
+        ValueError: the text is no JSON, or a field is missing, of another type or out of bounds. The message names it.
     """
     try:
         found: _Kind = _adapter(kind).validate_json(content, strict=True)

@@ -1,4 +1,4 @@
-"""Values of `optimizer.params` and `scheduler.params`, whose keys depend on the type, checked under their names."""
+"""Check values of `optimizer.params` and `scheduler.params`, which the schema does not know. Errors name the key."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _SHOWN_CHARS = 100
 
 
 def shown(value: Any) -> str:
-    """A value in a message, as much as a reader would look at."""
+    """Return the text of a value for a message, cut off after 100 characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def boolean(value: Any) -> Any:
-    """Common files write "true" for true."""
+    """Convert the strings "true" and "false", which files often have, to bool. Return any other value unchanged."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return value
 
 
 def switch(path: str, value: Any) -> bool:
-    """True or false, as JSON's or as a string; a ConfigError that names `path` for anything else."""
+    """Return a bool that is given as such or as a string. Raise ConfigError, which names `path`, for other values."""
     value = boolean(value)
     if isinstance(value, bool):
         return value
@@ -32,7 +32,7 @@ def switch(path: str, value: Any) -> bool:
 
 
 def number(path: str, value: Any, *, least: float = -math.inf, below: float = math.inf) -> float:
-    """A finite number, at least `least` and less than `below`; common files write some as strings.
+    """Return a finite number that is at least `least` and less than `below`. Strings are accepted.
 
     Raises:
         ConfigError: the value at `path` is no such number.
@@ -50,7 +50,7 @@ def number(path: str, value: Any, *, least: float = -math.inf, below: float = ma
 
 
 def whole(path: str, value: Any, *, least: int) -> int:
-    """A whole number of at least `least`; JSON reads 5e8 as a float.
+    """Return a whole number of at least `least`. Whole floats are accepted, because JSON reads 5e8 as a float.
 
     Raises:
         ConfigError: the value at `path` is no such number.

@@ -1,4 +1,4 @@
-"""Other libraries' models and calls in infinity's engine."""
+"""Support for models and calls of other libraries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Not imported with the package: transformers is, and it may be what is importing this.
+    # Imported on first use: some of these modules import transformers, which may be importing this package.
     if name not in _HOMES:
         raise AttributeError(f"module 'infinity.integrations' has no attribute {name!r}")
     return getattr(import_module(f"infinity.integrations.{_HOMES[name]}"), name)

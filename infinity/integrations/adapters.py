@@ -1,4 +1,4 @@
-"""PEFT's adapters to and from its own files, whose values live in the tiers."""
+"""Save and load adapters of PEFT, whose values are in the tiers, in PEFT's file format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHTS = "adapter_model.safetensors"
 def save_adapters(
     engine: Engine, directory: str | Path, *, adapter: str = "default", dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write an adapter as `PeftModel.save_pretrained` does; all ranks call this together, and rank 0 writes.
+    """Write an adapter as `PeftModel.save_pretrained` does. All ranks call this together; rank 0 writes.
 
     Args:
         directory: the directory for `PeftModel.from_pretrained` or `load_adapters`. As in PEFT, an adapter that is not
@@ -33,8 +33,8 @@ def save_adapters(
         dtype: the dtype of the values; by default float32, the exact masters.
 
     Raises:
-        ConfigError: the model is none of PEFT's, or has no such adapter; or `dtype` is no floating-point dtype.
-        InfinityError: rank 0 could not write, which all ranks are told; an earlier adapter is still there.
+        ConfigError: the model is not one of PEFT, or has no such adapter; or `dtype` is no floating-point dtype.
+        InfinityError: rank 0 could not write (raised on all ranks). An earlier adapter is unchanged.
     """
     check_dtype(dtype)
     model = _peft_model(engine, adapter)
@@ -50,13 +50,13 @@ def save_adapters(
 def export_adapters(
     source: Path, directory: Path, model: nn.Module, *, dtype: torch.dtype = torch.float32, tag: str | None = None
 ) -> None:
-    """Write the adapter "default" of a checkpoint, as `save_adapters` writes an engine's; the base is not read.
+    """Write the adapter "default" of a checkpoint, as `save_adapters` does. The base model's weights are not read.
 
     Args:
-        source: the checkpoint, or a directory of them.
-        directory: for `PeftModel.from_pretrained`.
-        model: PEFT's, on any device; its values are not used.
-        dtype: of the values; the exact masters by default.
+        source: the checkpoint, or a directory of checkpoints.
+        directory: the directory for `PeftModel.from_pretrained`.
+        model: the model of PEFT, on any device. Its values are not used.
+        dtype: the dtype of the values; by default float32, the exact masters.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or is not of `model`'s adapter.
@@ -82,7 +82,7 @@ def _write(model: Any, directory: Path, adapter: str, values: Mapping[str, torch
             str(new),
             state_dict=values,
             selected_adapters=[adapter],
-            save_embedding_layers=False,  # what is trained of them is in `modules_to_save`, and has been taken
+            save_embedding_layers=False,  # trained ones are in `modules_to_save`, and so in `values`
         )
 
 
@@ -107,7 +107,7 @@ def load_adapters(engine: Engine, directory: str | Path, *, adapter: str = "defa
 
 
 def _peft_model(engine: Engine, adapter: str) -> Any:
-    """The engine's model, which is one of PEFT's and has the adapter."""
+    """Return the engine's model. Raise ConfigError unless it is one of PEFT and has the adapter."""
     model: Any = engine.module
     adapters = getattr(model, "peft_config", None)
     if adapters is None or not hasattr(model, "get_base_model"):
@@ -121,8 +121,8 @@ def _peft_model(engine: Engine, adapter: str) -> Any:
 
 
 def _names(model: nn.Module, adapter: str) -> dict[str, str]:
-    """The adapter's parameters by the keys under which PEFT stores them."""
-    import peft  # noqa: PLC0415  # takes seconds, and who comes here has imported it
+    """Return the names of the adapter's parameters, by the keys under which PEFT stores them."""
+    import peft  # noqa: PLC0415  # takes seconds; a caller with a PEFT model has imported it already
 
     names = [name for name, _ in model.named_parameters()]
     markers = {name: torch.tensor(index) for index, name in enumerate(names)}
@@ -131,7 +131,7 @@ def _names(model: nn.Module, adapter: str) -> dict[str, str]:
 
 
 def _read(directory: Path) -> Mapping[str, torch.Tensor]:
-    """All of it, by reads: a mapped file that is truncated meanwhile would end the process."""
+    """Read all tensors, without mapping the file: its truncation would kill the process by SIGBUS."""
     if not (directory / WEIGHTS).exists():
         raise CheckpointError(f"{directory} has no {WEIGHTS}: give the directory that an adapter was saved in")
     entries = read_header(directory / WEIGHTS)
@@ -151,4 +151,4 @@ def _check(directory: Path, stored: Mapping[str, torch.Tensor], params: Mapping[
             raise CheckpointError(f"{directory} has {key} in shape {there}; the model has {here}")
     more = sorted(stored.keys() - params.keys())
     if more:
-        raise CheckpointError(f"{directory} has {more[0]}, which the model's adapter has not ({len(more)} such)")
+        raise CheckpointError(f"{directory} has {more[0]}, which the model's adapter does not have ({len(more)} such)")

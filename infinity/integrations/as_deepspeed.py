@@ -1,8 +1,8 @@
-"""`install()`: have `import deepspeed` give infinity's in this process.
+"""Let `import deepspeed` import infinity's DeepSpeed interface in this process.
 
-A folder for `sys.path` has a package `deepspeed` that is infinity; `infinity run` puts it on its processes' path.
-Beside the package, whose modules deepspeed/finder.py makes, there is a distribution that libraries ask for its version:
-a file (`.egg-info`), since builders of wheels leave such folders out.
+`install` adds a folder to `sys.path` that has a package `deepspeed`, whose modules deepspeed/finder.py makes; `infinity
+run` adds it for its processes. The folder also has the metadata of a distribution, because libraries look up its
+version. It is a file (`.egg-info`), because builders of wheels leave out such folders.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FOLDER = Path(__file__).parent / "deepspeed" / "sys_path"
 
 
 def install() -> None:
-    """Have `import deepspeed` give infinity's in this process; before anything has asked whether there is one.
+    """Let `import deepspeed` import infinity's. Call this before another library looks for deepspeed.
 
     Raises:
-        ConfigError: another one is imported already.
+        ConfigError: another package `deepspeed` is imported already.
     """
     imported = sys.modules.get("deepspeed")
     if imported is not None:

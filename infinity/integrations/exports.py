@@ -1,4 +1,4 @@
-"""A model for inference in transformers' format: in any dtype, and with its adapters merged."""
+"""Export a model for inference in transformers' format: in any dtype, and with its adapters merged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def save_pretrained(
         ConfigError: an adapter is on a weight that is tied to another one, `max_shard_size` is no size, or `dtype` no
             floating-point dtype.
         InfinityError: the model is divided by tensor parallelism.
-        StorageError: writing failed; an earlier export is still there.
+        StorageError: writing failed. An earlier export is unchanged.
         CheckpointError: rank 0 could not write.
     """
     if dtype is not None:
@@ -65,7 +65,7 @@ def save_pretrained(
     write_on_rank_0(runtime.ranks, values, write)
 
 
-Source = tuple[nn.Parameter, nn.Module | None]  # and the layer whose adapters go into it
+Source = tuple[nn.Parameter, nn.Module | None]  # a parameter, and the layer whose adapters are merged into it
 
 
 def _has_adapters(model: nn.Module) -> bool:
@@ -73,7 +73,7 @@ def _has_adapters(model: nn.Module) -> bool:
 
 
 def _sources(model: nn.Module) -> dict[str, Source]:
-    """Where every parameter of the model without adapters comes from, by its name there."""
+    """Return the source of every parameter of the exported model, by its name in the model without adapters."""
     if not _has_adapters(model):
         return {name: (param, None) for name, param in model.named_parameters()}
     layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
@@ -86,7 +86,7 @@ def _sources(model: nn.Module) -> dict[str, Source]:
         plain = name_before_wrapping(name)
         if layer is not None:
             if ".base_layer." not in name:
-                continue  # the adapter's own
+                continue  # a parameter of the adapter
             found[plain] = param, layer
         elif copies is None or _is_active(name, copies):
             found[plain] = param, None
@@ -94,7 +94,7 @@ def _sources(model: nn.Module) -> dict[str, Source]:
 
 
 def _check_untied(model: nn.Module) -> None:
-    """What is merged must be a parameter's alone: transformers ties the others to it as it loads."""
+    """Refuse a tied parameter with an adapter: transformers would tie the other one to the merged values, too."""
     named = list(model.named_parameters(remove_duplicate=False))
     uses = Counter(id(param) for _, param in named)
     for name, param in named:
@@ -116,13 +116,13 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 def _is_active(name: str, copies: Any) -> bool:
-    """The parameter is of the copy of a module that is used."""
+    """Whether the parameter belongs to the active copy of a module in `modules_to_save`."""
     adapters: list[str] = list(copies.active_adapters)
     return any(f".modules_to_save.{adapter}." in name for adapter in adapters)
 
 
 def _values(sources: dict[str, Source]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The values in float32, codes as they are, one layer's at a time."""
+    """Yield (name, values) in float32, codes in their own dtype. One layer at a time is in memory."""
     layer, merged = None, None
     for name, (param, of) in sources.items():
         if of is None:
@@ -137,7 +137,7 @@ def _values(sources: dict[str, Source]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _merged(layer: nn.Module) -> nn.Module:
-    """The base layer of a copy of `layer` with its active adapters merged, in float32."""
+    """Return the base layer of a float32 copy of `layer`, with its active adapters merged."""
     if not all(map(has_numbers, layer.parameters())):
         raise ConfigError(
             f"adapters of a quantised layer ({type(layer).__name__}) cannot be merged into it: save them by themselves "

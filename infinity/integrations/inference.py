@@ -1,4 +1,4 @@
-"""Generating with a model whose weights come and go: keys and values under a budget of their own."""
+"""Generate with a model whose weights are in the tiers, with a memory budget for keys and values."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class InferenceEngine(Engine):
     """An engine without training state.
 
     Attributes:
-        cache_bytes: what keys and values may take while `generate` runs; None for no limit.
+        cache_bytes: the most bytes of keys and values during `generate`; None for no limit.
     """
 
     cache_bytes: int | None = None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's, with a cache that stays within the budget.
+        """Call the model's `generate` with a cache that stays within the budget.
 
         Raises:
-            CapacityError: keys and values of that many sequences and tokens need more.
+            CapacityError: keys and values of these sequences and tokens exceed the budget.
         """
         model: Any = self.module
         if self.cache_bytes is not None and kwargs.get("past_key_values") is None:
@@ -36,12 +36,12 @@ class InferenceEngine(Engine):
 
 
 class BudgetedCache(DynamicCache):
-    """Keys and values of a generation, which are refused before they are more than the budget.
+    """Keys and values of a generation. An update that would exceed the budget is refused.
 
-    A layer that grows is there twice for a moment, which counts.
+    The check includes the second copy of a layer that exists for a moment when the layer grows.
 
     Args:
-        new_tokens: how many are to be generated: what they will need is looked at when the first comes.
+        new_tokens: number of tokens to generate. Their keys and values are included in the check of the first update.
     """
 
     def __init__(self, config: Any, budget_bytes: int, new_tokens: int) -> None:
@@ -52,7 +52,7 @@ class BudgetedCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Raises CapacityError."""
+        """Add keys and values as the base class does. Raise CapacityError if they exceed the budget."""
         held = [_layer_bytes(layer) for layer in self.layers]
         more = key_states.nbytes + value_states.nbytes
         batch, tokens = key_states.shape[0], key_states.shape[-2]
@@ -79,16 +79,16 @@ def _layer_bytes(layer: Any) -> int:
 
 
 def _window(layer: Any) -> int:
-    """The most tokens that a layer keeps."""
+    """Return the most tokens that a layer keeps."""
     window = getattr(layer, "sliding_window", None)
     return window if isinstance(window, int) else 1 << 60
 
 
-def leave_room(config: Config, cache_bytes: int, *, on_host: bool) -> Config:
-    """The configuration with so much less of the memory that is computed in; what is free is not a budget.
+def reserve_cache(config: Config, cache_bytes: int, *, on_host: bool) -> Config:
+    """Return the configuration with a compute memory budget that is smaller by the cache, if it has such a budget.
 
     Raises:
-        ConfigError: nothing is left.
+        ConfigError: the budget is not larger than the cache.
     """
     key = "host_memory" if on_host else "device_memory"
     budget = getattr(config.tiering, f"{key}_bytes")

@@ -1,10 +1,9 @@
-"""Lightning's Trainer over infinity: `Trainer(strategy=InfinityStrategy("configs/nvme.json"))`.
+"""A strategy for Lightning's Trainer: `Trainer(strategy=InfinityStrategy("configs/nvme.json"))`.
 
 [Note: who does what]
-Lightning decides when a step ends, when it validates and saves, and steps the learning rate. Forward, backward, the
-update, clipping, precision and what a checkpoint holds of the model are the engine's. So the Trainer's accumulation,
-clipping and precision go into the configuration, and a checkpoint is a directory of the engine's that holds Lightning's
-own dictionary beside the tensors.
+Lightning decides when a step ends, when to validate and to save, and steps the learning rate. The engine does forward,
+backward, update, clipping and precision, and saves the model. So the Trainer's accumulation, clipping and precision are
+copied into the configuration. A checkpoint is a directory of the engine, with Lightning's dictionary as client state.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from infinity.setup import initialize
 from infinity.zero.construction import Init
 
 _TAG = "checkpoint"
-_SECTIONS = {"bf16": "bf16", "16": "fp16"}  # of a Trainer's precision, by its first word
+_SECTIONS = {"bf16": "bf16", "16": "fp16"}  # section of the configuration, by the first word of a Trainer's precision
 
 
 class InfinityStrategy(DDPStrategy):
-    """Trains, evaluates and predicts with an engine; as many processes as the Trainer or a launcher starts.
+    """Trains, evaluates and predicts with an engine, in as many processes as the Trainer or a launcher starts.
 
     Args:
-        config: a DeepSpeed-style JSON file, or the same as a mapping. Batch sizes may be left out; accumulation,
-            clipping and precision are the Trainer's, and a contradiction is refused. With an `optimizer` section
+        config: a DeepSpeed-style JSON file, or the same as a mapping. Batch sizes may be left out. Accumulation,
+            clipping and precision come from the Trainer; a contradiction is refused. With an `optimizer` section,
             `configure_optimizers` is not called.
         more: arguments of Lightning's DDPStrategy, such as `process_group_backend` and `timeout`.
     """
@@ -51,7 +50,7 @@ class InfinityStrategy(DDPStrategy):
 
     @property
     def engine(self) -> DeepSpeedEngine:
-        """The engine, from the Trainer's setup to its end."""
+        """The engine. It exists from the Trainer's setup to its end."""
         if not isinstance(self.model, DeepSpeedEngine):
             raise ConfigError("InfinityStrategy has an engine only while its Trainer runs: use it in a hook")
         return self.model
@@ -64,13 +63,13 @@ class InfinityStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        """The Trainer's choice: the engine carries it out."""
+        """Set the Trainer's precision, as a plugin that leaves the conversion to the engine."""
         if plugin is not None and not isinstance(plugin, _EnginePrecision):
             plugin = _EnginePrecision(str(plugin.precision))
         self._precision_plugin = plugin
 
     def _configuration(self, trainer: Trainer) -> dict[str, Any]:
-        """The given one, with what the Trainer decides, which must not contradict it."""
+        """Return the given configuration with the Trainer's settings. Refuse contradictions between the two."""
         given = self._given
         try:
             config = dict(given) if isinstance(given, Mapping) else json.loads(Path(given).read_text())
@@ -92,9 +91,9 @@ class InfinityStrategy(DDPStrategy):
             if config.get(other, {}).get("enabled") is True:
                 raise ConfigError(f"Trainer(precision={self.precision_plugin.precision!r}) and {other} contradict")
             config[section] = {**config.get(section, {}), "enabled": True}
-        for key in ("optimizer", "scheduler"):  # files for transformers' Trainer leave the values to it
+        for key in ("optimizer", "scheduler"):  # "auto" in files for transformers' Trainer, which sets the values
             if "auto" in (config.get(key) or {}).get("params", {}).values():
-                del config[key]  # here to `configure_optimizers`
+                del config[key]  # so that `configure_optimizers` is used
         if config.get("train_batch_size", "auto") == "auto":
             config.pop("train_batch_size", None)
             if config.get("train_micro_batch_size_per_gpu", "auto") == "auto":
@@ -137,12 +136,12 @@ class InfinityStrategy(DDPStrategy):
         for each in self.lr_scheduler_configs:
             rebind(each.scheduler, optimizer, tiered)  # type: ignore[arg-type]
         if scheduler is not None and trains:
-            self.lr_scheduler_configs = []  # of the configuration: the engine steps it
+            self.lr_scheduler_configs = []  # the engine steps the scheduler of the configuration
         self.optimizers = [] if tiered is None else [tiered]
         return engine
 
     def teardown(self) -> None:
-        """The module has its newest values in memory, where that holds them."""
+        """Close the engine, and leave the newest values in the module if they fit in memory."""
         if isinstance(self.model, DeepSpeedEngine):
             engine, self.model = self.model, self.lightning_module
             self.optimizers = []
@@ -151,7 +150,7 @@ class InfinityStrategy(DDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """What `configure_model` builds lies in files until the engine has it."""
+        """Keep the parameters that `configure_model` creates in files until the engine places them."""
         with Init():
             yield
 
@@ -161,14 +160,14 @@ class InfinityStrategy(DDPStrategy):
     # Steps #
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Say which micro-batch is the last of its step: an epoch may end in the middle of one."""
+        """Set whether this micro-batch is the last of its step: an epoch may end in the middle of a step."""
         trainer = self._trainer
         if trainer.accumulate_grad_batches > 1:
             self.engine.set_gradient_accumulation_boundary(not trainer.fit_loop._should_accumulate())
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """The boundary says already that a micro-batch is not the last."""
+        """Do nothing: `pre_backward` has set that the micro-batch is not the last."""
         yield
 
     @property
@@ -193,16 +192,16 @@ class InfinityStrategy(DDPStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        return False  # `load_checkpoint` has
+        return False  # `load_checkpoint` has restored it
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return {}  # the engine saves what it has
+        return {}  # the engine saves the weights
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a directory of the engine's at `filepath`; all ranks call this together.
+        """Write a checkpoint directory of the engine at `filepath`. All ranks call this together.
 
         Raises:
             ConfigError: `storage_options` are given, or a callback or hook has put weights into the checkpoint.
@@ -222,7 +221,7 @@ class InfinityStrategy(DDPStrategy):
         """Load a directory that `save_checkpoint` wrote, or the weights of a file of another strategy.
 
         Raises:
-            CheckpointError: it is neither, or damaged.
+            CheckpointError: the path is neither, or the checkpoint is damaged.
         """
         path = Path(self.broadcast(str(checkpoint_path)))
         self._from_file = path.is_file()
@@ -260,7 +259,7 @@ def _check_averages(trainer: Trainer, config: Mapping[str, Any]) -> None:
 
 
 class _EnginePrecision(Precision):
-    """The engine computes in its own dtype and keeps masters: nothing is converted and scaled here but inputs."""
+    """Converts inputs only: the engine computes in its own dtype, keeps masters and scales the loss."""
 
     def __init__(self, precision: str) -> None:
         if precision.partition("-")[0] not in ("32", *_SECTIONS):
@@ -271,7 +270,7 @@ class _EnginePrecision(Precision):
         return module
 
     def forward_context(self) -> AbstractContextManager[None]:
-        return nullcontext()  # no autocast: parameters have the dtype
+        return nullcontext()  # no autocast, because the parameters have the compute dtype
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         model.trainer.strategy.engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
@@ -285,11 +284,11 @@ class _EnginePrecision(Precision):
         return result
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """The engine clips, as the configuration says."""
+        """Do nothing: the engine clips, as configured."""
 
 
 def _plain(value: Any) -> Any:
-    """A value of Lightning's as a checkpoint holds it safely."""
+    """Return a value of Lightning in types that a checkpoint can load without running code."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

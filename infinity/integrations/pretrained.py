@@ -1,4 +1,4 @@
-"""Models of transformers from their directories, without the whole model in memory."""
+"""Load models of transformers from their directories, without the whole model in memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from infinity.config.read import read_text
 from infinity.config.values import shown
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.script_engine import Engine
-from infinity.integrations.inference import InferenceEngine, leave_room
+from infinity.integrations.inference import InferenceEngine, reserve_cache
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.setup import ConfigSource, initialize
 from infinity.tiers import compute_device
 from infinity.zero.meta import construct_on_meta
 from infinity.zero.ranks import world_size
 
-# Keys of config.json that count modules, and what they may say: DeepNet has 1,000 layers, and the widest mixtures have
-# some hundred experts. A module takes a tenth of a millisecond or more to build, wherever its tensors are.
+# Keys of config.json that count modules, and their largest value: DeepNet has 1,000 layers, and the widest mixtures
+# have some hundred experts. To build a module takes 0.1 ms or more, even on the meta device.
 _COUNT = re.compile(r"(?:.*_)?(?:layers?|blocks?|experts|depth)")
 _MOST_MODULES = 10_000
 _SIZE = re.compile(r"(?:.*_)?(?:size|dim|model|embd|inner|heads|head|positions?)")
@@ -80,7 +80,7 @@ def from_pretrained(
         cache_bytes = named_size("kv_cache", kv_cache)
         ranks = world_size(more.get("process_group"))
         resolved = config if isinstance(config, Config) else load_config(config, world_size=ranks)
-        config = leave_room(resolved, cache_bytes, on_host=_computes_on_host(more))
+        config = reserve_cache(resolved, cache_bytes, on_host=_computes_on_host(more))
     made = initialize(model=model, config=config, weights=weights, **(kind | more))
     if isinstance(made[0], InferenceEngine):
         made[0].cache_bytes = cache_bytes
@@ -88,7 +88,7 @@ def from_pretrained(
 
 
 def _computes_on_host(more: Mapping[str, Any]) -> bool:
-    """As `initialize` chooses with these arguments."""
+    """Whether `initialize` would compute on the host with these arguments."""
     link = more.get("link")
     if link is not None:
         return not link.discrete
@@ -111,7 +111,7 @@ def pretrained_model(
 
 
 def pretrained_shape(path: str | Path, *, model_class: Any | None = None) -> nn.Module:
-    """The model of a directory on the meta device, without a look at its weights.
+    """Return the model of a directory on the meta device, without reading its weights.
 
     Arguments and errors are those of `from_pretrained`.
     """
@@ -121,37 +121,37 @@ def pretrained_shape(path: str | Path, *, model_class: Any | None = None) -> nn.
     _check_counts(path / "config.json")
     try:
         architecture = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of what is written there
+    except Exception as error:  # transformers raises various exceptions for invalid content
         raise ConfigError(f"{path} has a config.json that transformers does not take: {error}") from error
     if getattr(architecture, "quantization_config", None) is not None:
         raise ConfigError(f"{path} has quantised weights, which cannot be trained; take the original model")
-    architecture.dtype = None  # masters keep what is stored; the engine chooses what it computes in
+    architecture.dtype = None  # masters keep the stored dtype; the engine chooses the compute dtype
     try:
         with construct_on_meta():
             model = _build(architecture, model_class or _class_of(path, architecture))
-    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # of sizes that no tensor can have, too
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # such as of sizes that no tensor can have
         raise ConfigError(f"{path} has a model that transformers does not build: {error}") from error
     _load_generation_config(path, model)
     return model
 
 
 def _load_generation_config(path: Path, model: nn.Module) -> None:
-    """Have an export say how the model generates, as its directory says."""
+    """Load the directory's generation settings into the model, so that exports contain them."""
     if not hasattr(model, "generation_config") or not (path / _GENERATION).is_file():
         return
     try:
         found: Any = GenerationConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # whatever transformers makes of what is written there
+    except Exception as error:  # transformers raises various exceptions for invalid content
         raise ConfigError(f"{path} has a {_GENERATION} that transformers does not take: {error}") from error
     model.generation_config = found
 
 
 def _check_counts(path: Path) -> None:
-    """Refuse more modules than can be built, which nothing else would end, and tensors larger than any."""
+    """Refuse counts of modules and sizes that are too large: to build such a model would take hours, or fail."""
     try:
         values = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
-        return  # transformers says what is wrong
+        return  # transformers reports the problem
     sections = [("", values)]
     for prefix, section in sections:
         for key, value in section.items() if isinstance(section, dict) else ():
@@ -180,7 +180,7 @@ def _class_of(path: Path, architecture: PretrainedConfig) -> Any:
 
 def _build(architecture: PretrainedConfig, model_class: Any) -> nn.Module:
     model: nn.Module
-    if hasattr(model_class, "from_config"):  # one of the Auto classes, which otherwise ask on standard input
+    if hasattr(model_class, "from_config"):  # an Auto class, which by default asks on standard input about remote code
         model = model_class.from_config(architecture, trust_remote_code=False)
     else:
         model = getattr(model_class, "_from_config", model_class)(architecture)

@@ -1,4 +1,4 @@
-"""What moved between the tiers, in the logs of transformers' Trainer."""
+"""Add the engine's transfers and waits to the logs of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from infinity.zero.param_access import owner_of
 
 
 def report_tiers(trainer: Any) -> None:
-    """Add what the engine moved and waited for to the logs of a Trainer, and so to everything that it reports to.
+    """Add the engine's transfers and waits to the logs of a Trainer, and so to everything that it reports to.
 
     The values are means of the steps since the last log: gigabytes by route (`tiers/nvme_read_gb`), seconds of waiting
     by cause (`tiers/disk_read_wait_s`); and the peak of each memory in gigabytes (`tiers/peak_host_gb`). If the Trainer
     trains without infinity, nothing is added.
     """
-    # In front of those that report, which are given the same dictionary.
+    # Before the callbacks that report, because they get the same dictionary.
     trainer.callback_handler.callbacks.insert(0, TierReport())
 
 
 class TierReport(TrainerCallback):
-    """Adds to what is logged; see `report_tiers`."""
+    """Adds values to the logs, see `report_tiers`."""
 
     def __init__(self) -> None:
         self._totals: defaultdict[str, float] = defaultdict(float)

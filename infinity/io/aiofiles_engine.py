@@ -87,7 +87,7 @@ class _PlainFuture(IoFuture):
         try:
             return self._future.result(timeout)
         except FutureTimeoutError as error:
-            raise TimeoutError(f"the request is not over after {timeout} s") from error
+            raise TimeoutError(f"the request has not ended after {timeout} s") from error
 
     def times(self) -> Times | None:
         stamps = self._stamps

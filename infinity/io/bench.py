@@ -42,7 +42,7 @@ class BenchRun:
         user_s, system_s: parts of `cpu_s`.
         caller_s: part of `cpu_s` of the thread that cuts, submits and waits; the engine's threads use the remainder.
             None if unknown.
-        latencies: of the blocks during the run.
+        latencies: latencies of the blocks.
     """
 
     seconds: float
@@ -83,7 +83,7 @@ def ring_bytes(options: IoOptions) -> int:
 
 
 def check_space(directory: Path, size_bytes: int) -> None:
-    """Check that a file of this size has room in a directory.
+    """Check that a directory has space for a file of this size.
 
     Raises:
         StorageError: the directory cannot be used, or the file would fill the drive.

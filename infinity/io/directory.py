@@ -54,8 +54,8 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False, lastin
         os.close(descriptor)
         raise StorageError(
             errno.EPERM,
-            f"cannot use this {kind}: {problem} and has no sticky bit, so that others could put files of theirs in "
-            "the place of ours; {} or chmod +t it, or give a directory of your own below".format(
+            f"cannot use this {kind}: {problem} and has no sticky bit, so that other users could replace the files of "
+            "this run; {} or chmod +t it, or give a directory of your own below it".format(
                 "chmod o-w" if "everybody" in problem else "chown it, chmod g-w it"
             ),
             str(path),
@@ -65,15 +65,15 @@ def open_directory(path: Path, kind: str = "path", *, make: bool = False, lastin
 
 
 def make_lasting(path: Path, mode: int = 0o777) -> None:
-    """Make a directory, and those above it, unless it is there; a crash leaves its name. Raises OSError.
+    """Make a directory and its parents, unless they exist. Their names are on the drive when this returns.
 
-    One that is there may have been made a moment ago, by a process that died before its name was on the drive.
+    Raises OSError. The name of an existing directory is flushed, too: the process that made it may have died before.
     """
     made = [each for each in path.parents if not each.exists()]
     path.mkdir(mode, parents=True, exist_ok=True)
     for each in (*reversed(made), path):
-        if each.stat().st_dev == each.parent.stat().st_dev:  # else it is a drive, whose name is not on it
-            with suppress(PermissionError):  # names that may not be read cannot be flushed
+        if each.stat().st_dev == each.parent.stat().st_dev:  # otherwise it is a mount point, whose name is elsewhere
+            with suppress(PermissionError):  # a parent that may not be read cannot be flushed
                 sync_directory(each.parent)
 
 
@@ -116,7 +116,7 @@ def check_private(descriptor: int) -> None:
     In a directory with the sticky bit any user may create a file under an expected name.
 
     Raises:
-        OSError: it is no plain file, another user's, writable by others, or has a second name.
+        OSError: the file is no plain file, another user's, writable by others, or has a second name.
     """
     problem = foreign(os.fstat(descriptor))
     if problem is not None:
@@ -144,8 +144,8 @@ def reopened(descriptor: int) -> Path:
 def allocate(descriptor: int, nbytes: int, start: int = 0) -> None:
     """Allocate a range of a file whose space below `start` is allocated. The file grows to the end of the range.
 
-    The free space is compared first, because a filesystem may take all that is left before it refuses: meanwhile other
-    programs could not write to the drive.
+    The free space is compared first, because a filesystem may use all free space before it refuses. In the meantime,
+    other programs could not write to the drive.
 
     Raises:
         OSError: there is too little space.

@@ -52,13 +52,13 @@ def cautions(drive: Drive, *, direct: bool) -> list[str]:
     """Return the reasons why the numbers may not be the drive's; empty if none is known."""
     found = []
     if drive.filesystem in _MEMORY:
-        found.append(f"{drive.filesystem} lies in memory: these are no drive's numbers, and its files count as memory")
+        found.append(f"{drive.filesystem} lies in memory: this is not the speed of a drive, and its files use memory")
     elif not direct:
-        found.append("no direct I/O: this is the page cache, not the drive, and what is written may not be on it yet")
+        found.append("no direct I/O: this is the page cache, and written data may not be on the drive yet")
     if drive.filesystem in _ELSEWHERE or drive.filesystem.startswith("fuse"):
-        found.append(f"{drive.filesystem}: the other side, and the way there, cache as they like")
+        found.append(f"{drive.filesystem}: the server and this machine's client may cache the data")
     if drive.filesystem in _TRANSFORMING:
-        found.append(f"{drive.filesystem}: it may copy, compress or check what passes, also with direct I/O")
+        found.append(f"{drive.filesystem}: it may copy, compress or checksum the data, also with direct I/O")
     if drive.device.startswith(("vd", "xvd", "zram", "ram", "loop")):
         what = "a virtual disk: its host" if drive.device.startswith(("vd", "xvd")) else f"{drive.device}: it"
         found.append(f"{what} may cache, so compare ratios rather than trust the rates")

@@ -58,7 +58,7 @@ class FioJob:
             f"--ioengine={self.engine}",
             f"--direct={int(options.direct)}",
             "--randrepeat=0",
-            "--scramble_buffers=0",  # else fio spends processor time on changes of the data
+            "--scramble_buffers=0",  # otherwise fio spends processor time on changes of the data
             "--clat_percentiles=0",
             "--lat_percentiles=1",  # from submission to completion, like infinity's latencies
             "--output-format=json+",
@@ -167,13 +167,13 @@ def _started(job: FioJob, passes: int) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 def _facts(child: subprocess.Popen[str], output: Path, job: FioJob, passes: int) -> dict[str, Any]:
-    """Return fio's results of its jobs, once it has ended. An error has the reason, and below it the command."""
+    """Wait for fio, and return the results of its jobs. The message of an error ends with the command."""
     _, errors = child.communicate()
     text = output.read_text() if output.exists() else ""
     before, brace, _ = text.partition("{")  # warnings may precede the JSON
     if child.returncode or not brace:
         reason = _reason([*errors.splitlines(), *before.splitlines()]) or f"it ended with {child.returncode}"
-        raise ConfigError(f"fio failed: {reason}\nto see all that it says: {shlex.join(job.command(passes))}")
+        raise ConfigError(f"fio failed: {reason}\nto see its full output: {shlex.join(job.command(passes))}")
     facts: dict[str, Any] = json.loads(text[len(before) :])["jobs"][0]
     return facts
 
@@ -202,7 +202,7 @@ def _result(facts: dict[str, Any], job: FioJob, passes: int) -> BenchRun:
     read, write = facts["read"], facts["write"]
     seconds = max(read["runtime"], write["runtime"]) / 1e3
     if not seconds:
-        raise ConfigError("fio was over in less than a millisecond: use a larger --size")
+        raise ConfigError("fio ended in less than a millisecond: use a larger --size")
     # In a replay fio does not count the bytes in flight at the end of the log, although it waits for them.
     planned_bytes = sum(move.nbytes for move in job.order) * passes
     nbytes = planned_bytes or read["io_bytes"] + write["io_bytes"]

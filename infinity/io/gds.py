@@ -98,7 +98,7 @@ class DeviceReads:
         try:
             return _DeviceRead(self._worker.submit(self._timed_read, tuple(pieces), target, wait))
         except RuntimeError as error:
-            raise InfinityError(f"a read into device memory gets no thread ({error}): {MORE_THREADS}") from error
+            raise InfinityError(f"cannot start a thread for reads to the device ({error}): {MORE_THREADS}") from error
 
     def _timed_read(
         self, pieces: Sequence[tuple[Path, int, int]], target: torch.Tensor, wait: Callable[[], object]
@@ -142,7 +142,7 @@ class _DeviceRead(IoFuture):
         try:
             return self._future.result(timeout)[0]
         except FutureTimeoutError as error:
-            raise TimeoutError(f"the read into device memory is not over after {timeout} s") from error
+            raise TimeoutError(f"the read into device memory has not ended after {timeout} s") from error
 
     def times(self) -> Times | None:
         if not self._future.done():

@@ -50,7 +50,7 @@ class IoOptions:
     Attributes:
         block_size_bytes: requests are cut into blocks of this size.
         queue_depth: the most blocks in flight.
-        threads: of the thread and aiofiles backends.
+        threads: number of threads of the backends `threads` and `aiofiles`.
         sqpoll, iopoll: io_uring's polling modes.
         direct: bypass the page cache, if the filesystem supports it.
     """
@@ -81,7 +81,7 @@ class IoStats:
 
     Attributes:
         registered_blocks: blocks that used a buffer registered with the kernel.
-        reads_asked_bytes, writes_asked_bytes: of all requests, including requests in flight.
+        reads_asked_bytes, writes_asked_bytes: bytes of all requests, including requests in flight.
     """
 
     bytes_read: int
@@ -111,7 +111,7 @@ class IoFuture(ABC):
 
     @abstractmethod
     def times(self) -> Times | None:
-        """Return when it was submitted, started and finished; None while it is in flight."""
+        """Return the times at which the request was submitted, started and finished; None while it is in flight."""
 
 
 def together(requests: Sequence[IoFuture]) -> IoFuture:
@@ -156,8 +156,8 @@ class IoFile(ABC):
     """An open file.
 
     Attributes:
-        path: its name.
-        direct: it bypasses the page cache.
+        path: the name of the file, for messages.
+        direct: whether requests bypass the page cache.
         alignment: offsets, sizes and addresses must be multiples of this.
     """
 
@@ -192,7 +192,7 @@ class IoEngine(ABC):
             descriptor: the file, if it is already open; `path` is then only its name in messages.
 
         Raises:
-            StorageError: it cannot be opened, created or reserved; a created file is removed.
+            StorageError: the file cannot be opened, created or reserved. A created file is removed.
         """
         path = Path(path)
         if create:
@@ -225,8 +225,8 @@ class IoEngine(ABC):
         """Start filling `span` from `offset`.
 
         Args:
-            nbytes: may be more than the span has. The request then reuses the span again and again, and its final
-                content is undefined. For measurements of a drive, not of memory bandwidth.
+            nbytes: may be more than the span has. The request then reuses the span repeatedly, and its final content is
+                undefined. For measurements of a drive, not of memory bandwidth.
 
         Raises:
             StorageError: the request is not aligned to the file's `alignment`.
@@ -261,8 +261,8 @@ class IoEngine(ABC):
     ) -> IoFuture:
         """Start reading or writing a block at each of these offsets, in order.
 
-        For measurements: the blocks reuse `span`, which has whole blocks, again and again, so its final content is
-        undefined. Native engines take all blocks as one request, without a cost in Python for each of them.
+        For measurements: the blocks reuse `span`, which has whole blocks, so its final content is undefined. Native
+        engines take all blocks as one request, without a cost in Python for each of them.
 
         Raises:
             StorageError: a block is not aligned to the file's `alignment`.

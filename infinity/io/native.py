@@ -69,7 +69,7 @@ class _NativeFuture(IoFuture):
         except RuntimeError as forked:
             raise InfinityError(str(forked)) from forked
         if not over:
-            raise TimeoutError(f"{self._operation} of {self._path} is not over after {timeout} s")
+            raise TimeoutError(f"{self._operation} of {self._path} has not ended after {timeout} s")
         nbytes, error, offset = self._request.outcome()
         if error == errno.EOPNOTSUPP:
             hint = "operation not supported; if aio.iopoll is on, switch it off: the drive has no polling queues"
@@ -182,7 +182,7 @@ def uring_problem() -> str:
         NativeEngine("io_uring", IoOptions(queue_depth=2)).close()
     except OSError as error:
         if error.errno == errno.EAGAIN:
-            return f"it gets no thread: {MORE_THREADS}"
+            return f"it cannot start a thread: {MORE_THREADS}"
         return f"the kernel refuses it ({os.strerror(error.errno or 0)}){_refusal_hint()}"
     return ""
 

@@ -15,7 +15,7 @@ _PR_GET_THP_DISABLE = 42
 
 
 def huge_page_bytes(span: Span) -> int | None:
-    """Return the bytes of huge pages in the mappings that hold `span`; None if the kernel does not tell."""
+    """Return the bytes of huge pages in the mappings that hold `span`; None if the kernel does not report them."""
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
@@ -48,7 +48,7 @@ def child_huge_page_bytes(pid: int) -> int:
 def huge_pages_for_children(allowed: bool) -> Iterator[dict[str, str]]:
     """Yield the environment for a child that is started inside of this context, with or without huge pages.
 
-    If the kernel gives huge pages only on request (`madvise`), glibc is told to request them for malloc's mappings.
+    If the kernel gives huge pages only on request (`madvise`), the environment makes glibc request them for malloc.
     """
     environment = dict(os.environ)
     if allowed:

@@ -33,7 +33,7 @@ class Scatter:
     """One request for many blocks at any offsets: `operation` is read or write.
 
     Attributes:
-        offsets: of the blocks, in the order in which they start.
+        offsets: byte offsets of the blocks, in the order in which they start.
         block_bytes: size of each block.
     """
 
@@ -88,7 +88,7 @@ def scatters(operation: str, size_bytes: int, block_bytes: int, request_bytes: i
 
 
 def is_random(operation: str) -> bool:
-    """Whether its blocks come in random order."""
+    """Whether the operation moves blocks in random order."""
     return operation in ("randread", "randwrite")
 
 

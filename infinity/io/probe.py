@@ -73,5 +73,5 @@ def _open(backend: str, options: IoOptions) -> IoEngine:
         return NativeEngine(backend, options)
     except OSError as error:
         if error.errno == errno.EAGAIN:
-            raise InfinityError(f"I/O backend {backend} gets no thread: {MORE_THREADS}") from error
+            raise InfinityError(f"I/O backend {backend} cannot start a thread: {MORE_THREADS}") from error
         raise ConfigError(f"I/O backend {backend} cannot start with {options}: {error.strerror}") from error

@@ -47,10 +47,10 @@ class SweepLog:
         text = read_text(path)
         found = json.loads(next(iter(text.splitlines()), ""))
         if not isinstance(found, dict) or "infinity_sweep" not in found:
-            raise ValueError("it is there already and holds no sweep: use another file")
+            raise ValueError("the file exists and holds no sweep: use another file")
         for name, value in header.items():
             if found.get(name) != value:
-                raise ValueError(f"it was begun with {name} {found.get(name)}, and this is {value}: use another file")
+                raise ValueError(f"its sweep has {name} {found.get(name)}, this one has {value}: use another file")
         whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
         if whole != text:
             path.write_text(whole, encoding="utf-8")
@@ -121,5 +121,5 @@ class _Measured:
 
     @property
     def conditions(self) -> tuple[str, str, int, int, int, bool]:
-        """What must be equal for measurements to be repetitions of each other."""
+        """The values that must be equal for measurements to be repetitions of each other."""
         return self.path, self.op, self.pass_bytes, self.block_size_bytes, self.queue_depth, self.final

@@ -1,4 +1,4 @@
-"""The extension, and the checks before it gets an address."""
+"""Import the extension of the kernels, and check tensors before their addresses are passed to it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check(numel: int, tensors: Mapping[str, torch.Tensor], *dtypes: torch.dtype)
     """Refuse tensors that the kernels cannot use.
 
     Args:
-        tensors: by their names in messages.
-        dtypes: allowed dtypes of each of them.
+        tensors: the tensors, by their names in messages.
+        dtypes: the allowed dtypes of each tensor.
 
     Raises:
         ValueError: wrong dtype, length, layout or device; the message names it.

@@ -9,7 +9,7 @@ import torch
 
 from infinity.kernels._native import DTYPES, _adam, check
 
-_CHUNK = 32768  # the kernel sums squares by chunks of this size: pieces of it give the bits of the whole
+_CHUNK = 32768  # the kernel sums squares in chunks of this size, so such pieces give the same bits as the whole
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class GradStats:
 
     Attributes:
         sum_sq: sum of their squares, summed in double.
-        finite: none of them is NaN or infinite.
+        finite: whether no value is NaN or infinite.
     """
 
     sum_sq: float
@@ -43,9 +43,9 @@ def grad_store(dst: torch.Tensor, src: torch.Tensor, *, accumulate: bool, scale:
 
 
 def grad_stats(values: torch.Tensor) -> GradStats:
-    """Return the statistics of gradients that are stored already, without changing them.
+    """Return the statistics of stored gradients, without changing them.
 
-    The kernel writes the values that it measures: to a buffer whose size does not depend on `values`.
+    The kernel also writes the values that it measures: here into a buffer of constant size.
     """
     piece, total = torch.empty(_CHUNK, dtype=values.dtype, device="cpu"), 0.0
     for part in values.split(_CHUNK):

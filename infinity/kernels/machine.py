@@ -64,7 +64,7 @@ def instruction_sets() -> list[str]:
 
 
 def active_instruction_set() -> str:
-    """Return the one in use: the best, or the value of the environment variable INFINITY_ISA."""
+    """Return the instruction set in use: the best one, or the value of the environment variable INFINITY_ISA."""
     return _adam.active_instruction_set()
 
 

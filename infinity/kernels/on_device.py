@@ -1,5 +1,4 @@
-"""The update of states, and the norm of gradients, on a device: by one Triton kernel if possible, else by torch's
-operators."""
+"""Update states and measure gradients on a device, by one Triton kernel if possible, otherwise by torch's operators."""
 
 from __future__ import annotations
 
@@ -51,10 +50,10 @@ def update_on_device(
     first: torch.Tensor | None,
     second: torch.Tensor | None,
 ) -> None:
-    """Like `update_in_torch`, by the fastest implementation that gives the bits of the host's kernels on this device.
+    """Make one update, as `update_in_torch`, by the fastest implementation with the bits of the host's kernels.
 
     Raises:
-        InfinityError: no implementation does; checked before the first update of its kind.
+        InfinityError: no implementation has these bits on this device. Checked before the first update of its kind.
     """
     form = param.dtype, None if master is None else master.dtype, grad.dtype
     with _current(param.device):
@@ -71,16 +70,14 @@ def norm_on_device(values: torch.Tensor) -> torch.Tensor:
 
 
 def norm_in_torch(values: torch.Tensor) -> torch.Tensor:
-    """As `norm_on_device`. torch sums a float64 copy of its input. Measuring by pieces bounds the copy to `_PIECE`
-    elements.
-    """
+    """As `norm_on_device`, in pieces of `_PIECE` elements, because torch makes a float64 copy of its input."""
     pieces = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in values.flatten().split(_PIECE)]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(pieces)) if len(pieces) > 1 else pieces[0]
     return norm
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make the device the thread's current one, on which Triton launches kernels, whatever their tensors' device."""
+    """Make the device the thread's current one: Triton launches kernels there, not on the device of their tensors."""
     if device.type not in _COMPILED_FOR:
         return nullcontext()
     return torch.get_device_module(device).device(device)  # type: ignore[no-any-return]
@@ -90,7 +87,8 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 def _serving(device: torch.device, loop: Loop, form: _Form) -> Update:
     """Return the fastest implementation with the bits of the host's kernels.
 
-    Triton's kernel if it can be compiled, else torch's operators, which read and write about ten times as many bytes.
+    This is Triton's kernel if it can be compiled, otherwise torch's operators, which read and write about ten times as
+    many bytes.
 
     Raises:
         InfinityError: neither has these bits.
@@ -111,9 +109,9 @@ def _serving(device: torch.device, loop: Loop, form: _Form) -> Update:
 
 @cache
 def _norm_serving(device: torch.device, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return Triton's kernel if it can be compiled and is right, else torch's operators.
+    """Return Triton's kernel if it can be compiled and is right, otherwise torch's operators.
 
-    These read and write nine times as many bytes of bfloat16 values.
+    The operators read and write nine times as many bytes of bfloat16 values.
     """
     kernel, problem = _compiled("norm_in_triton", device, lambda norm: measures(norm, device, dtype), "values")
     if kernel is not None:
@@ -126,11 +124,11 @@ def _norm_serving(device: torch.device, dtype: torch.dtype) -> Callable[[torch.T
 
 
 def _compiled(name: str, device: torch.device, is_right: Callable[[Any], bool], what: str) -> tuple[Any, str]:
-    """Return Triton's function of this name; or None, and why it cannot be used on the device.
+    """Return (Triton's function of this name, ""), or (None, why it cannot be used on the device).
 
     Args:
-        is_right: whether the function gives right results there.
-        what: the results that are wrong otherwise, for the message.
+        is_right: returns whether the function gives right results on the device.
+        what: what is wrong otherwise, for the message.
     """
     if device.type not in _COMPILED_FOR:
         return None, f"it compiles nothing for {device.type}"
@@ -142,7 +140,7 @@ def _compiled(name: str, device: torch.device, is_right: Callable[[Any], bool], 
 
 
 def measures(norm: Callable[[torch.Tensor], torch.Tensor], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a norm on this device is the host's, for values of any magnitude, and for infinite values and NaN."""
+    """Whether `norm` on this device equals the host's, for values of any magnitude, and for infinite values and NaN."""
     for worst in (0.0, torch.inf, torch.nan):
         values = _wild(5).to(dtype).nan_to_num(0.0, 0.0, 0.0)
         values[77] = worst

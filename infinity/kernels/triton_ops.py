@@ -1,5 +1,5 @@
-"""The optimizer's update, and the norm of gradients, each in one Triton kernel, for states on a GPU: each value is read
-once and written once.
+"""The optimizer's update and the norm of gradients on a GPU, each in one Triton kernel, which reads and writes each
+value once.
 
 The third implementation of the specification in `torch_ops`, with the same bits: no multiplication is contracted with
 an addition (`enable_fp_fusion`), and division and root are correctly rounded. `on_device` checks this for each GPU
@@ -189,7 +189,7 @@ def _sum_squares(values, sums, numel, HALVES: tl.constexpr, BLOCK: tl.constexpr)
     program = tl.program_id(0)
     at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < numel
-    if HALVES:  # of float32: bfloat16
+    if HALVES:  # bfloat16 is the upper half of float32
         value = (tl.load(values + at, here, 0).to(tl.int32) << 16).to(tl.float32, bitcast=True).to(tl.float64)
     else:
         value = tl.load(values + at, here, 0.0).to(tl.float64)

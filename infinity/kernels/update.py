@@ -56,7 +56,7 @@ class Dither:
 
     Attributes:
         seed: new for every step; 64 bits.
-        index: of the first element, so that a tensor may be updated by pieces.
+        index: position of the first element, so that a tensor may be updated in pieces.
     """
 
     seed: int = 0
@@ -65,11 +65,11 @@ class Dither:
 
 @dataclass(frozen=True)
 class Aside:
-    """Further tensors that keep old or new values of an update, so that both exist after it; None to keep no old value.
+    """Further tensors that keep old or new values of an update, so that both exist after it; None to update in place.
 
     Attributes:
-        param: gets the old values; the new ones are in place.
-        master, first, second: get the new values; the old ones stay in place.
+        param: gets the old values. The new ones are in place.
+        master, first, second: get the new values. The old ones stay in place.
     """
 
     param: torch.Tensor | None = None
@@ -127,14 +127,14 @@ def update(
     check(numel, {"param": param}, *_PARAM_KINDS)
     check(numel, {"grad": grad}, *DTYPES)
     if report_lost and numel > _MOST_POSITIONS:
-        raise ValueError(f"param has {numel} elements; of more than {_MOST_POSITIONS} no gradient can be told")
+        raise ValueError(f"param has {numel} elements; gradients of at most {_MOST_POSITIONS} can be reconstructed")
     if report_lost and not can_reconstruct(hyper, None if first is None else first.values.dtype, grad.dtype):
-        raise ValueError(f"no gradient of dtype {grad.dtype} can be told from what {type(hyper).__name__} does")
+        raise ValueError(f"gradients of dtype {grad.dtype} cannot be reconstructed after {type(hyper).__name__}")
     if params and not (report_lost and param.dtype == torch.bfloat16):
-        raise ValueError(f"params of dtype {param.dtype} cannot be told from what an update leaves")
+        raise ValueError(f"params of dtype {param.dtype} cannot be reconstructed after this update")
     master_dtype, param_kind = _PARAM_KINDS[param.dtype]
     if (master is None) != (master_dtype is None):
-        raise ValueError(f"master is {'missing' if master is None else 'given'} beside a {param.dtype} param")
+        raise ValueError(f"master is {'missing' if master is None else 'given'} for a {param.dtype} param")
     if master is not None and master_dtype is not None:
         check(numel, {"master": master}, master_dtype)
     moments = {hyper.first: first, hyper.second: second}
@@ -261,7 +261,7 @@ def _native_aside(aside: Aside) -> _adam.Aside:
 
 @lru_cache(maxsize=64)
 def _native(rule: Rule) -> tuple[_adam.Rule, _adam.Scalars]:
-    """Convert a rule for the kernels; cached, since all tiles of a step use the same."""
+    """Convert a rule for the kernels. Cached, because all tiles of a step use the same rules."""
     loop, numbers = rule.loop()
     return _LOOPS[loop], _adam.Scalars(**asdict(numbers))
 
@@ -270,7 +270,7 @@ def load_moment(moment: Moment, *, signed: bool) -> torch.Tensor:
     """Return a moment as a new float32 tensor.
 
     Args:
-        signed: it is a rule's `first` moment.
+        signed: whether it is a rule's `first` moment.
     """
     numel = moment.values.numel()
     kind = _check_moment("moment", moment, numel)
@@ -299,7 +299,7 @@ def bare_loop(param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tens
 def _check_moment(name: str, moment: Moment, numel: int) -> _adam.MomentKind:
     check(numel, {name: moment.values}, *_MOMENT_KINDS)
     if (moment.scales is None) == (moment.values.dtype == torch.uint8):
-        raise ValueError(f"{name} is {moment.values.dtype}: scales go with torch.uint8 and with nothing else")
+        raise ValueError(f"{name} is {moment.values.dtype}: scales are needed with torch.uint8, and only with it")
     if moment.scales is not None:
         check(-(-numel // SCALE_BLOCK), {f"scales of {name}": moment.scales}, torch.float32)
     return _MOMENT_KINDS[moment.values.dtype]

@@ -21,7 +21,7 @@ from infinity.memory.critical_section import CriticalSection
 from infinity.memory.mapping import HUGE_PAGE_BYTES, make_mapping, tensor_at
 
 ALIGN_BYTES = 4096  # alignment of leases, tiles and files: a multiple of the blocks of direct I/O
-_TOUCHED_BYTES = 256 << 20  # by one task of a thread
+_TOUCHED_BYTES = 256 << 20  # bytes that one task of a thread touches
 
 
 class FreeList:
@@ -90,7 +90,7 @@ class Arena:
         self._within: Arena | None = None  # the arena that counts the leases of this part
 
     def part(self, nbytes: int, *, counts_leases: bool = False) -> Arena:
-        """Return an arena within this one, whose leases neither use nor fragment the room of others.
+        """Return an arena within this one, whose leases neither use nor fragment the memory of others.
 
         Args:
             counts_leases: count only the leases of the part as used in this arena. If False, count the whole part.
@@ -123,7 +123,7 @@ class Arena:
         return lease
 
     def try_lease(self, nbytes: int, *, at_end: bool = False) -> Lease | None:
-        """Like `lease`; return None if there is no room.
+        """Like `lease`, but return None if no hole is large enough.
 
         Args:
             at_end: lease the end of a hole. Small and large leases fragment the arena less at different ends.
@@ -162,7 +162,7 @@ class Arena:
 
     def _full(self, nbytes: int) -> CapacityError:
         return CapacityError(
-            f"no {format_size(nbytes)} in one piece are left in the arena: {format_size(self.used_bytes)} of "
+            f"the arena has no free range of {format_size(nbytes)}: {format_size(self.used_bytes)} of "
             f"{format_size(self.capacity_bytes)} are in use and the largest hole has {format_size(self._free.largest)}"
         )
 
@@ -225,7 +225,7 @@ class Lease:
 
 
 def aligned(nbytes: int) -> int:
-    """Return the bytes rounded up to whole blocks of direct I/O."""
+    """Return `nbytes` rounded up to a multiple of `ALIGN_BYTES`."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -238,5 +238,5 @@ def _touch(memory: torch.Tensor) -> None:
 
 
 def _fill(pages: torch.Tensor) -> None:
-    bind_this_thread()  # near the device: the node of the thread that touches a page first provides it
-    pages.numpy().fill(0)  # releases Python's lock
+    bind_this_thread()  # near the device: the NUMA node of the thread that touches a page first provides it
+    pages.numpy().fill(0)  # numpy releases the GIL

@@ -56,7 +56,7 @@ class Ledger:
     """All uses of one memory.
 
     Attributes:
-        parts: by name; together they stay within the capacity.
+        parts: the parts by name. Together they stay within the capacity.
     """
 
     def __init__(self, key: str, capacity_bytes: int) -> None:
@@ -73,9 +73,9 @@ class Ledger:
         self.parts[name] = part
         shares = self.shares_bytes
         if shares > self.capacity_bytes + _PAGE_BYTES * len(self.parts):
-            told = ", ".join(f"{name} {format_size(part.capacity_bytes)}" for name, part in self.parts.items())
+            each = ", ".join(f"{name} {format_size(part.capacity_bytes)}" for name, part in self.parts.items())
             raise CapacityError(
-                f"{self.key} is {format_size(self.capacity_bytes)} but its parts need {format_size(shares)} ({told}): "
+                f"{self.key} is {format_size(self.capacity_bytes)} but its parts need {format_size(shares)} ({each}): "
                 f"raise it to {size_to_set(shares)} or more"
             )
 

@@ -28,7 +28,7 @@ class CriticalSection:
         self._open += 1
 
     def note_rollback(self) -> None:
-        """Record that the running hand-over was rolled back: the exception that ends it leaves nothing half way."""
+        """Record that the running hand-over was rolled back, so that its exception leaves a consistent state."""
         self._open -= 1
 
     def __enter__(self) -> None:

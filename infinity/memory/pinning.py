@@ -13,7 +13,7 @@ import torch
 from infinity.config import format_size
 from infinity.errors import CapacityError
 
-PIECE_BYTES = 64 << 30  # the most that is registered in one call; no copy crosses a multiple of it
+PIECE_BYTES = 64 << 30  # most bytes that one call registers; no copy crosses an address that is a multiple of it
 
 
 def pin(device: torch.device, address: int, nbytes: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The supported optimizers: their hyper-parameters, where these are read from, and their update rules."""
+"""The supported optimizers: their hyper-parameters, the sources of these, and their update rules."""
 
 from __future__ import annotations
 

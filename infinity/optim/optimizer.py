@@ -102,7 +102,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Check that no parameter without states requires a gradient, in passes that call the model directly.
 
         Raises:
-            InfinityError: a parameter does; names it.
+            InfinityError: a parameter does. The message names it.
         """
         for name in self.unfrozen():
             raise InfinityError(
@@ -149,7 +149,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # so that schedulers do not wrap it
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step in progress; after `step()` there are none.
+        """Drop the gradients of the step in progress. After `step()` there are none.
 
         Raises:
             InfinityError: with the update schedule `backward`, they have already updated parameters.

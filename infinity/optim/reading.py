@@ -29,7 +29,7 @@ UpdateT = TypeVar("UpdateT", bound=TileUpdate)
 
 
 class Reading(Generic[UpdateT]):
-    """Makes the decisions of the worker."""
+    """Decides which update the worker continues with, and which tiles it reads ahead."""
 
     def __init__(self, queue: UpdateQueue[UpdateT], ring: Ring, states: StateStore) -> None:
         self._queue = queue

@@ -20,7 +20,7 @@ def rebind(scheduler: Any, given: torch.optim.Optimizer | None, optimizer: torch
     """Let a scheduler, and the schedulers in it, change the groups of `optimizer` instead of `given`.
 
     Raises:
-        ConfigError: it is a scheduler of another optimizer.
+        ConfigError: the scheduler belongs to another optimizer.
     """
     parts = list(_parts(scheduler, {}))
     for part in parts:

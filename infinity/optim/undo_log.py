@@ -48,7 +48,7 @@ class Image:
 
 
 class Room:
-    """The free room of the undo log. Every successful `draw` reduces it."""
+    """The free memory of the undo log. Every successful `draw` reduces it."""
 
     def __init__(self, free_bytes: int, spare: Counter[int]) -> None:
         self._free_bytes = free_bytes
@@ -82,7 +82,7 @@ class UndoLog:
         self._promised: Counter[int] = Counter()  # number of promised places, by size
 
     def room(self, given_back: Iterable[Image] = ()) -> Room:
-        """Return the room for further promises, if these promised images are given back first."""
+        """Return the free memory for further promises, if these promised images are given back first."""
         free_bytes = self.arena.capacity_bytes - self.arena.used_bytes
         spare = Counter({nbytes: len(places) - self._promised[nbytes] for nbytes, places in self._spare.items()})
         for image in given_back:

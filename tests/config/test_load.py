@@ -145,7 +145,7 @@ def test_every_key_without_effect_is_accepted_with_a_log_line(path, caplog) -> N
         ({"fp16": {"loss_scale": True}}, "fp16.loss_scale is True; it must be a number"),
         (
             {"fp16": {"enabled": True, "min_loss_scale": 8, "initial_scale_power": 2}},
-            "fp16.min_loss_scale is 8, above the scale to begin with, 4",
+            "fp16.min_loss_scale is 8, above the initial scale, 4",
         ),
         ({"train_batch_size": True}, "train_batch_size is True; it must be a number"),
         ({"train_batch_size": 2.5}, "train_batch_size is 2.5; it must be a valid integer"),

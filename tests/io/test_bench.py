@@ -380,7 +380,7 @@ def test_the_time_of_a_measurement_is_its_own_or_that_of_what_it_may_write() -> 
 def test_a_file_of_something_else_is_no_sweep(tmp_path) -> None:
     other = tmp_path / "other.json"
     other.write_text("[1, 2]\n{somebody's")
-    with pytest.raises(ConfigError, match=r"--resume .*other.json: it is there already and holds no sweep"):
+    with pytest.raises(ConfigError, match=r"--resume .*other.json: the file exists and holds no sweep"):
         SweepLog(other, {})
     assert other.read_text() == "[1, 2]\n{somebody's"
 
@@ -404,7 +404,7 @@ def test_the_best_for_several_is_good_for_each() -> None:
 def test_what_is_no_drive_is_said() -> None:
     assert "lies in memory" in cautions(Drive("tmpfs", "", 1), direct=True)[0]
     assert "page cache" in cautions(Drive("ext4", "nvme0n1", 1), direct=False)[0]
-    assert "cache as they like" in cautions(Drive("nfs4", "", 1), direct=True)[0]
+    assert "may cache the data" in cautions(Drive("nfs4", "", 1), direct=True)[0]
     assert "a virtual disk" in cautions(Drive("xfs", "vda", 1), direct=True)[0]
     assert "compress" in cautions(Drive("btrfs", "nvme0n1", 1), direct=True)[0]
     assert cautions(Drive("xfs", "nvme0n1p2", 1), direct=True) == []

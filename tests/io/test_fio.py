@@ -84,5 +84,5 @@ sys.exit(1)
         run_fio(FioJob(tmp_path / "f", MIB, "read", OPTIONS, "io_uring"), 3)
     reason, command = str(found.value).splitlines()
     assert reason.endswith("error=No space left on device")
-    assert command.startswith("to see all that it says: fio --name=bench ")
+    assert command.startswith("to see its full output: fio --name=bench ")
     assert "--loops=3" in command
