@@ -1,8 +1,8 @@
-// `adopt` of kernels.cpp with the fp16 conversions of AVX-512, which are exact for denormals, and differ from
-// convert.h's in the payload of NaN alone: a NaN that is taken over for another. Included by kernels.cpp alone, inside
-// the namespace of the instruction set.
+// `adopt` of kernels.cpp with the fp16 conversions of AVX-512. They are exact for denormals, and differ from
+// convert.h's only in the payload of a NaN, which may replace another NaN. Only included by kernels.cpp, inside the
+// namespace of the instruction set.
 
-// Returns how many elements were looked at.
+// Returns the number of elements that were processed.
 inline size_t adopt_sixteens(const uint16_t* __restrict param, float* __restrict master, size_t n) {
     size_t i = 0;
     for (; i + 16 <= n; i += 16) {

@@ -15,7 +15,7 @@ template <class T> T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// Of an update: positions of gradients, if they are few; positions and bits of parameters.
+// The lost elements of an update: positions of gradients, unless there are too many; positions and bits of parameters.
 using LostParts = std::tuple<std::optional<std::vector<uint32_t>>, std::vector<uint32_t>, std::vector<uint16_t>>;
 
 } // namespace

@@ -1,8 +1,8 @@
-// Conversions between fp32 and what is kept in memory, as branch-free scalar code that compilers vectorise.
-// Included by kernels.cpp alone, inside the namespace of the instruction set.
+// Conversions between fp32 and the stored formats, as branch-free scalar code that compilers vectorise.
+// Only included by kernels.cpp, inside the namespace of the instruction set.
 //
 // The bf16 and fp16 instructions of newer sets are not used: vcvtneps2bf16 flushes denormals, so it would give other
-// bits than the rest, and these kernels wait for memory anyway.
+// bits than the other sets. They would save no time, because these kernels wait for memory.
 
 inline uint32_t bits_of(float x) {
     uint32_t u;
@@ -57,13 +57,14 @@ inline uint16_t f32_to_f16(float x) {
 }
 
 // [Note: split]
-// An fp32 master as a bf16 `hi`, which is the weight that the model computes with, and 16 more bits `lo`:
+// An fp32 master is stored as a bf16 `hi`, which is the weight that the model computes with, and 16 more bits `lo`:
 //
 //     hi = (master + 0x8000) >> 16      master = (hi << 16) + lo, lo signed       (on the bit patterns)
 //
-// hi is the bf16 nearest to the master; a master exactly between two goes away from zero. It cannot go to even:
-// 65537 masters round to each even bf16, one more than 16 bits can tell apart. The pair is as exact as the master:
-// every bit pattern comes back, but for NaN, which keeps its sign only (its rounding could carry into the sign).
+// hi is the bf16 nearest to the master; a master in the middle between two is rounded away from zero. It cannot be
+// rounded to even: 65537 masters are rounded to each even bf16, one more than 16 bits can distinguish. The pair is as
+// exact as the master: every bit pattern is restored, except that a NaN keeps only its sign (its rounding could carry
+// into the sign).
 inline uint32_t split_bits(float master) {
     const uint32_t u = bits_of(master);
     return is_nan(u) ? (u & 0x80000000u) | 0x7fc00000u : u;
@@ -76,8 +77,9 @@ inline int16_t split_lo(uint32_t u) {
     return static_cast<int16_t>(static_cast<uint16_t>(u));
 }
 
-// A weight that was written from outside lies beside the low bits of another, which move it by half a bf16 step at
-// most. Below zero they would make a NaN of it, of a kind that no split leaves: there the weight counts alone.
+// A weight that was written outside the optimizer is joined with the low bits of the old one, which change it by at
+// most half a bf16 step. A weight of zero and negative low bits would give a NaN that no split produces: there, only
+// the weight counts.
 inline float join_master(uint16_t hi, int16_t lo) {
     const uint32_t rounded = static_cast<uint32_t>(hi) << 16;
     const uint32_t u = rounded + static_cast<uint32_t>(static_cast<int32_t>(lo));

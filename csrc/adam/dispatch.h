@@ -1,4 +1,4 @@
-// Which instruction set's kernels run: the widest that this machine has, or the one that was asked for.
+// Chooses the instruction set of the kernels: the widest one that this machine has, or a named one.
 #pragma once
 
 #include "kernels.h"
@@ -8,11 +8,11 @@
 
 namespace infinity::adam {
 
-// The sets that this build has and this machine can run, narrowest first.
+// Returns the sets that this build has and this machine can run, narrowest first.
 std::vector<std::string> instruction_sets();
 
-// The kernels in use. The first call chooses: the set named by the environment variable INFINITY_ISA, else the widest.
-// Throws std::invalid_argument if the named one cannot run.
+// Returns the kernels in use. The first call chooses the set that the environment variable INFINITY_ISA names,
+// otherwise the widest one. Throws std::invalid_argument if the named set cannot run.
 const Kernels& active_kernels();
 
 // Uses the named set from now on.

@@ -1,9 +1,9 @@
 // The kernels, compiled once per instruction set with INFINITY_ISA naming it. The plain loops are the specification:
 // IEEE operations in a fixed order, no fused multiply-add, so every set gives the same bits.
 //
-// Work goes by blocks. A block's values are brought to fp32, in scratch where memory holds another type and in place
-// where it already is fp32; the rule runs on four float pointers; the results go back. So each rule is one loop, each
-// memory format is one load and one store, and they combine freely.
+// The kernels work on blocks. The values of a block are converted to fp32 in scratch memory, or used in place if they
+// are fp32 already; the rule runs on four float pointers; the results are converted back. So each rule is one loop,
+// each memory format is one load and one store, and all combinations are possible.
 #include "kernels.h"
 
 #include <math.h>
@@ -26,9 +26,9 @@ namespace {
 #endif
 // clang-format on
 
-// Elements that go through loading, rule and storing together: few enough for a core to overlap the divisions and
-// square roots of one step with the loads of the next (a tenth for fp32 moments over whole blocks), and enough to fill
-// vectors of bytes.
+// Elements that are loaded, updated and stored together. They are few enough for a core to overlap the divisions and
+// square roots of one step with the loads of the next (whole blocks are a tenth slower for fp32 moments), and enough to
+// fill vectors of bytes.
 constexpr size_t kStep = 128;
 static_assert(kBlock == kScaleBlock, "a block of a moment has one scale");
 
@@ -40,7 +40,7 @@ inline size_t block_end(size_t begin, size_t end) {
 
 // --- past the caches ------------------------------------------------------------------------------------------------
 
-// Copies to memory that is not read soon: its lines are not read before they are written.
+// Copies to memory that is not read soon, without reading its cache lines before they are written.
 void stream(void* target, const void* source, size_t nbytes) {
     char* to = static_cast<char*>(target);
     const char* from = static_cast<const char*>(source);
@@ -58,15 +58,16 @@ void stream(void* target, const void* source, size_t nbytes) {
     memcpy(to + i, from + i, nbytes - i);
 }
 
-// What was streamed is there for whoever is told so from now on.
+// Makes the streamed data visible to other threads before any later store.
 void end_stream() {
 #if defined(__x86_64__)
     _mm_sfence();
 #endif
 }
 
-// Copies to scratch what the rule is to change elsewhere. By whole vectors, as it is read again: a load of what two
-// stores have written waits until both are in the cache, and with them all that was streamed before (half the rate).
+// Copies values to scratch memory, because the rule stores its results elsewhere. The copy uses whole vectors, because
+// they are read again: a load of bytes from two stores waits until both are in the cache, and all streamed data before
+// them, which halves the rate.
 float* to_scratch(float* scratch, const float* source, size_t n) {
     size_t i = 0;
 #if defined(__AVX512F__)
@@ -99,7 +100,7 @@ void narrow_f16(const float* __restrict src, uint16_t* __restrict dst, size_t n)
         dst[i] = f32_to_f16(src[i]);
 }
 
-// The n values from index `begin` as fp32: where they lie, or in scratch.
+// Returns the n values from index `begin` as fp32: in place, or converted into scratch memory.
 const float* load(const void* base, Dtype dtype, size_t begin, size_t n, float* scratch) {
     switch (dtype) {
     case Dtype::f32:
@@ -114,7 +115,7 @@ const float* load(const void* base, Dtype dtype, size_t begin, size_t n, float* 
     return scratch;
 }
 
-// --- what was before an update, from what is there after it; see reconstruction.h -----------------------------------
+// --- reconstruction of the values before an update; see reconstruction.h --------------------------------------------
 
 void reconstruct_into(float* __restrict grad, const float* __restrict before, const float* __restrict after, size_t n,
                       const Scalars& scalars) {
@@ -147,8 +148,8 @@ void reconstruct_params(uint16_t* __restrict param, const int16_t* __restrict lo
 
 // --- the rules ------------------------------------------------------------------------------------------------------
 
-// In torch's order of operations. A rule without one of the moments is given null for it; `doubt` is null, too, but
-// where a rule can tell.
+// In torch's order of operations. The pointer of a moment is null if the rule does not have it. `doubt` is null unless
+// the rule can prove reconstructions.
 using RuleLoop = void (*)(float* param, float* first, float* second, const float* grad, size_t n, const Scalars&,
                           Doubt* doubt);
 
@@ -208,7 +209,7 @@ void lion(float* __restrict param, float* __restrict exp_avg, float*, const floa
     for (size_t i = 0; i < n; ++i) {
         const float g = grad[i] * s.grad_scale;
         const float direction = exp_avg[i] * (1.0f - s.blend) + g * s.blend;
-        const float sign = direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : direction; // NaN stays
+        const float sign = direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : direction; // keeps NaN
         param[i] = param[i] * s.param_factor + s.step_size * sign;
         exp_avg[i] = exp_avg[i] * s.m_factor + g * s.m_weight;
     }
@@ -241,8 +242,8 @@ void split(const float* __restrict master, uint16_t* __restrict param, int16_t* 
     }
 }
 
-// A weight that is not its rounded master was written from outside, and is the master from now on. By bits: the
-// overflow of a master is the infinity that it was rounded to.
+// A weight that differs from its rounded master was written outside the optimizer, and replaces the master. Bits are
+// compared: a master that overflows is rounded to infinity, and is kept if the weight is this infinity.
 void adopt(const uint16_t* __restrict param, float* __restrict master, size_t n) {
     size_t i = 0;
 #ifdef __AVX512F__
@@ -252,7 +253,7 @@ void adopt(const uint16_t* __restrict param, float* __restrict master, size_t n)
         master[i] = f32_to_f16(master[i]) == param[i] ? master[i] : f16_to_f32(param[i]);
 }
 
-// The fp32 parameters of a block: where they lie, or in scratch.
+// Returns the fp32 parameters of a block: in place, or converted into scratch memory.
 float* load_params(const UpdateArgs& args, size_t begin, size_t n, float* scratch) {
     if (args.aside.param) {
         const size_t width = args.param_kind == ParamKind::f32 ? sizeof(float) : sizeof(uint16_t);
@@ -303,13 +304,13 @@ void decode_block(const uint8_t* __restrict codes, float scale, float* __restric
 template <bool is_signed>
 float encode_block(const float* __restrict values, const uint32_t* __restrict random, uint8_t* __restrict codes,
                    size_t n) {
-    uint32_t largest = 0; // as integers, magnitudes order as floats do, NaN on top
+    uint32_t largest = 0; // the bits of magnitudes, as integers, are in the order of their values, with NaN as largest
     for (size_t i = 0; i < n; ++i) {
         const uint32_t magnitude = bits_of(values[i]) & 0x7fffffffu;
         largest = magnitude > largest ? magnitude : largest;
     }
     const float top = float_of(largest);
-    const bool vanishes = top < 0x1p-100f; // its reciprocal would overflow; beside any eps it is nothing
+    const bool vanishes = top < 0x1p-100f; // its reciprocal could overflow; it is negligible compared with any eps
     if (vanishes || largest >= kInf) {
         memset(codes, 0, n);
         return vanishes ? 0.0f : float_of(0x7fc00000u);
@@ -354,7 +355,7 @@ void store_bf16_stochastic(const float* __restrict values, const uint32_t* __res
 void store_moment(MomentKind kind, bool is_signed, const Moment& moment, size_t begin, size_t n, const float* values,
                   const uint32_t* random) {
     switch (kind) {
-    case MomentKind::f32: // worked on in place
+    case MomentKind::f32: // updated in place
         break;
     case MomentKind::bf16:
         store_bf16_stochastic(values, random, is_signed ? 0 : 16, static_cast<uint16_t*>(moment.values) + begin, n);
@@ -370,7 +371,7 @@ void store_moment(MomentKind kind, bool is_signed, const Moment& moment, size_t 
     }
 }
 
-// Where the update wants it; a whole block at most.
+// Stores a moment of at most one block, in place or into `aside`.
 void store_moment_of(const UpdateArgs& args, bool is_signed, size_t begin, size_t n, const float* values,
                      const uint32_t* random) {
     const Moment& own = is_signed ? args.first : args.second;
@@ -391,7 +392,7 @@ void draw_below_wrap(RandomKey key, uint32_t first, uint32_t* __restrict out, ui
         out[i] = random_bits(key, first + i);
 }
 
-// The random bits of elements index .. index + n - 1.
+// Computes the random bits of elements index .. index + n - 1.
 void draw(uint64_t seed, uint64_t index, uint32_t* out, size_t n) {
     const uint32_t first = static_cast<uint32_t>(index);
     const size_t until_wrap = static_cast<size_t>(0x100000000u - first); // then the key changes
@@ -403,7 +404,7 @@ void draw(uint64_t seed, uint64_t index, uint32_t* out, size_t n) {
 
 // --- the update -----------------------------------------------------------------------------------------------------
 
-// What the rule has worked on, as fp32: at most kStep elements from index `begin` on, of which nothing is stored yet.
+// The fp32 values that the rule has computed: at most kStep elements from index `begin` on, not stored yet.
 struct Worked {
     size_t begin, n;
     const float *grad, *param, *first, *second;
@@ -445,7 +446,7 @@ struct Scratch {
     alignas(64) uint32_t random[kBlock];
 };
 
-// One block, but for the storing of its moments, whose scale needs all of it.
+// Updates one block, without storing its moments, because their scale depends on the whole block.
 template <RuleLoop rule>
 void compute(const UpdateArgs& args, size_t begin, size_t n, Scratch& scratch, Doubt& doubt, Lost* lost) {
     const MomentKind kind = args.moment_kind;
@@ -597,7 +598,7 @@ double grad_store(const GradArgs& args, size_t begin, size_t end) {
 void bare(float* __restrict param, float* __restrict exp_avg, float* __restrict exp_avg_sq,
           const float* __restrict grad, size_t n) {
     for (size_t i = 0; i < n; ++i) {
-        const float g = grad[i] * 0.0f; // read it, but leave the values as they are
+        const float g = grad[i] * 0.0f; // reads the gradient without changing the values
         param[i] += g;
         exp_avg[i] += g;
         exp_avg_sq[i] += g;

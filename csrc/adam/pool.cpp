@@ -20,8 +20,8 @@
 namespace infinity::adam {
 namespace {
 
-// Default rounding and no flushing of denormals while a task runs, whatever the calling thread has set (torch's
-// set_flush_denormal changes its own thread only): the numbers must not depend on which thread took a task.
+// Sets default rounding, and no flushing of denormals, while a task runs. The calling thread may have other settings
+// (torch's set_flush_denormal changes one thread), and results must not depend on the thread that runs a task.
 class DefaultFloatMode {
   public:
 #if defined(__x86_64__)
@@ -36,7 +36,7 @@ class DefaultFloatMode {
 #endif
 };
 
-// Binds the calling thread; where the system refuses, it runs anywhere, as the numbers are the same.
+// Binds the calling thread to these CPUs. If the system refuses, it runs on any CPU, with the same results.
 void run_on([[maybe_unused]] const std::vector<int>& cpus) {
 #ifdef __linux__
     if (cpus.empty())
@@ -64,7 +64,7 @@ struct Job {
 
 class Pool {
   public:
-    // Has fewer threads than asked for where the system gives no more: results do not depend on how many there are.
+    // Has fewer threads than `workers` if the system gives no more: results do not depend on their number.
     Pool(int workers, std::vector<int> cpus) : wanted_(workers), cpus_(std::move(cpus)), owner_(getpid()) {
         try {
             for (int i = 0; i < workers; ++i)
@@ -140,11 +140,11 @@ int available_cpus() {
     return std::max(1u, std::thread::hardware_concurrency());
 }
 
-std::atomic<int> wanted_threads{0}; // 0: not asked for yet
+std::atomic<int> wanted_threads{0}; // 0: not set
 std::mutex cpus_mutex;
-std::vector<int> wanted_cpus; // of the pool's threads; none for those of the process
-std::mutex pool_mutex;        // held by the caller that has the pool
-Pool* pool = nullptr;         // never destroyed at exit: no order among static destructors to get wrong
+std::vector<int> wanted_cpus; // of the pool's threads; empty for those of the process
+std::mutex pool_mutex;        // held by the caller that uses the pool
+Pool* pool = nullptr;         // not destroyed at exit, because the order of static destructors is not defined
 
 } // namespace
 

@@ -1,5 +1,5 @@
-// The kernels' own threads. Not OpenMP: torch brings one OpenMP runtime, and a second in the process fights it for
-// cores.
+// The kernels' own threads. Not OpenMP: torch has an OpenMP runtime, and a second one in the process would compete with
+// it for cores.
 #pragma once
 
 #include <cstddef>
@@ -9,14 +9,14 @@
 namespace infinity::adam {
 
 // Calls task(0) .. task(count - 1), each once, on the calling thread and the pool's, and returns when all are done.
-// Safe to call from several threads: one at a time gets the pool, the others do their tasks alone meanwhile.
+// Thread-safe: one caller at a time gets the pool; the others run their tasks without it.
 void parallel_for(size_t count, const std::function<void(size_t)>& task);
 
-// Threads that one parallel_for uses, the caller among them. At first: the CPUs that this process may run on.
+// The number of threads of one parallel_for, including the caller. Initially the number of CPUs of this process.
 int thread_count();
 void set_thread_count(int count);
 
-// CPUs that the pool's threads run on from the next parallel_for on; none for all that the process may run on.
+// The CPUs that the pool's threads run on, from the next parallel_for on; empty for all CPUs of the process.
 std::vector<int> cpus();
 void set_cpus(std::vector<int> cpus);
 

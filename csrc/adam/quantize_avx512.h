@@ -1,10 +1,11 @@
-// 8-bit moments by sixteens, bit for bit what quantize.h gives one at a time. gcc turns those loops into 64 lanes of
-// bytes and spends its time widening them. Included by kernels.cpp alone, after quantize.h, where the set has AVX-512.
+// Converts 16 elements of 8-bit moments at a time, with the same bits as the plain loops of quantize.h. gcc vectorises
+// these loops into 64 lanes of bytes, which are slow to widen. Only included by kernels.cpp, after quantize.h, for sets
+// with AVX-512.
 //
-// Each function returns how many elements it did, a multiple of 16; the plain loop does the rest.
+// Each function returns the number of elements that it has converted, a multiple of 16. The plain loop does the rest.
 
-// A code shifted to where an fp16 has its exponent and fraction is that fp16, denormals included: for the second moment
-// as it stands, for the first with the exponent 2^8 too low.
+// A code that is shifted to the exponent and fraction of an fp16 is this fp16, also if denormal: exactly for the second
+// moment, and 2^8 times too small for the first.
 template <bool is_signed>
 size_t decode_sixteens(const uint8_t* __restrict codes, float scale, float* __restrict out, size_t n) {
     const __m512 scales = _mm512_set1_ps(scale);
@@ -25,8 +26,8 @@ size_t decode_sixteens(const uint8_t* __restrict codes, float scale, float* __re
     return i;
 }
 
-// SmallFloat::encode with its two exponent offsets, one apart, taken off together after the comparison: in `random`'s
-// operation, whose low bits they do not touch.
+// As SmallFloat::encode. Its two exponent offsets, which differ by one, are subtracted together after the comparison,
+// in the operation that masks `random`: they do not change its low bits.
 template <bool is_signed>
 size_t encode_sixteens(const float* __restrict values, float inverse, const uint32_t* __restrict random,
                        uint8_t* __restrict codes, size_t n) {
@@ -50,7 +51,7 @@ size_t encode_sixteens(const float* __restrict values, float inverse, const uint
         __m512i code = _mm512_srli_epi32(_mm512_add_epi32(larger, bits), kFractionDrop);
         if (is_signed)
             code = _mm512_ternarylogic_epi32(code, _mm512_srli_epi32(u, 24), _mm512_set1_epi32(0x80), kOr);
-        else // not zero unless it is zero: min(u, 1), in the integers, is 1 for every positive value
+        else // at least 1 for every positive value: min(u, 1), as integers, is 1
             code = _mm512_max_epi32(code, _mm512_min_epi32(u, _mm512_set1_epi32(1)));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm512_cvtepi32_epi8(code));
     }

@@ -10,8 +10,8 @@
 namespace infinity::adam {
 namespace {
 
-// Of a chunk's gradients, more than which are not kept one by one: with their positions those take a 43rd of the memory
-// of all, and of usual ones a tenth of that is lost.
+// The most lost gradients of a chunk that are kept one by one. With their positions they take 1/43 of the memory of all
+// gradients; usually a tenth of this number is lost.
 constexpr size_t kMostLost = kChunk / 128;
 
 // Calls body(chunk, begin, end) for the fixed chunks of [0, n).
@@ -33,7 +33,7 @@ LostOfUpdate run_update_reporting_lost(const UpdateArgs& args, size_t n, bool pa
     const Kernels& kernels = active_kernels();
     const size_t chunks = (n + kChunk - 1) / kChunk;
     std::vector<uint32_t> positions(chunks * kMostLost);
-    // Not filled: memory that nothing is lost in is never there.
+    // Not initialized, so that pages without a lost element are never allocated.
     const std::unique_ptr<uint32_t[]> param_positions(params ? new uint32_t[n] : nullptr);
     const std::unique_ptr<uint16_t[]> param_bits(params ? new uint16_t[n] : nullptr);
     std::vector<Lost> lost(chunks);

@@ -1,4 +1,4 @@
-// The kernels over whole tensors, on all threads.
+// Runs the kernels over whole tensors, on all threads.
 #pragma once
 
 #include "kernels.h"
@@ -14,14 +14,14 @@ struct GradStats {
 };
 
 void run_update(const UpdateArgs& args, size_t n);
-// Of which elements an update's states do not tell what was before it, in order.
+// Positions of elements whose old values cannot be reconstructed from the states of an update, in order.
 struct LostOfUpdate {
-    std::optional<std::vector<uint32_t>> grads; // nothing if they are not few
+    std::optional<std::vector<uint32_t>> grads; // none if there are too many
     std::vector<uint32_t> params;
-    std::vector<uint16_t> param_bits; // and what those parameters were
+    std::vector<uint16_t> param_bits; // the old bits of these parameters
 };
 
-// As `run_update`; tells of which elements `run_reconstruct_grads`, and `run_reconstruct_params`, would not be right.
+// As `run_update`. Returns the elements for which `run_reconstruct_grads` and `run_reconstruct_params` would be wrong.
 LostOfUpdate run_update_reporting_lost(const UpdateArgs& args, size_t n, bool params);
 void run_reconstruct_grads(const float* before, const float* after, const Scalars& scalars, Dtype dtype, void* grad,
                            size_t n);

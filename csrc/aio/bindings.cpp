@@ -28,8 +28,8 @@ double seconds(Clock::time_point time) {
     return std::chrono::duration<double>(time.time_since_epoch()).count();
 }
 
-// A Python object that lives as long as a request. The engine's threads never hold the GIL, so they only hand the
-// reference over; the next call from Python drops it.
+// Keeps a Python object alive as long as a request. The engine's threads never hold the GIL, so they only put the
+// reference into a list; the next call from Python drops it.
 class PythonOwner final : public Owner {
   public:
     explicit PythonOwner(py::object object) : object_(object.release()) {}
@@ -39,7 +39,7 @@ class PythonOwner final : public Owner {
         dropped().push_back(object_);
     }
 
-    // Does not wait for the lock: fork() may have left it taken for good, and the next call collects as well.
+    // Does not wait for the lock: after fork() it may be locked forever, and the next call can collect as well.
     static void collect() {
         std::vector<py::handle> batch;
         {
@@ -81,8 +81,7 @@ std::shared_ptr<Request> submit(Engine& engine, bool write, std::shared_ptr<File
     return request;
 }
 
-// Blocks at `offsets` (a buffer of 64-bit integers, such as a numpy array), which go through the memory again and
-// again.
+// Submits blocks at `offsets` (a buffer of 64-bit integers, such as a numpy array), which use the memory repeatedly.
 std::shared_ptr<Request> submit_blocks(Engine& engine, bool write, std::shared_ptr<File> file,
                                        const py::buffer& offsets, std::size_t block_nbytes, std::uintptr_t address,
                                        std::size_t memory_nbytes, int priority, py::object owner) {
@@ -103,7 +102,7 @@ std::shared_ptr<Request> submit_blocks(Engine& engine, bool write, std::shared_p
     return request;
 }
 
-// Waits without the GIL, but lets Python handle signals meanwhile: Ctrl-C ends the wait, not the request.
+// Waits without the GIL, and regularly lets Python handle signals: Ctrl-C ends the wait, not the request.
 bool wait(Request& request, double timeout_s) {
     if (request.orphaned()) {
         throw std::logic_error("this request belongs to the parent process; the child cannot wait for it");
@@ -127,8 +126,8 @@ bool wait(Request& request, double timeout_s) {
     }
 }
 
-// In a forked child an engine is left as it is: its condition variables count the parent's waiting threads, for which
-// their destructors would wait for ever.
+// An engine is not deleted in a forked child: its condition variables count the parent's waiting threads, and their
+// destructors would wait for these forever.
 struct EngineDeleter {
     void operator()(Engine* engine) const {
         if (!engine->forked()) {
@@ -235,7 +234,7 @@ void register_memory(py::module_& m) {
         .def("open_with", &Mapping::open_with, py::arg("parked"), py::call_guard<py::gil_scoped_release>());
 }
 
-// A failed system call becomes an OSError with its errno.
+// Converts std::system_error into OSError with its errno.
 void register_errors() {
     py::register_exception_translator([](std::exception_ptr raised) {
         try {

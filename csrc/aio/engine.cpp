@@ -11,8 +11,8 @@
 namespace infinity::aio {
 
 namespace {
-constexpr int kMaxRetries = 1000;   // of one block without progress
-constexpr int kMaxRetriesAtEnd = 8; // of a transfer that ends before the next aligned position
+constexpr int kMaxRetries = 1000;   // for one block without progress
+constexpr int kMaxRetriesAtEnd = 8; // for a transfer that ends before the next aligned position
 constexpr std::chrono::microseconds kRetryPause{200};
 } // namespace
 
@@ -74,13 +74,13 @@ Engine::Verdict Engine::judge(Block& block, long result, int& error) {
         error = static_cast<int>(-result);
         return Verdict::failed;
     }
-    // Direct I/O continues at an aligned position only; bytes beyond the last one are transferred once more.
+    // Direct I/O can continue only at an aligned position: bytes beyond the last one are transferred again.
     const std::size_t alignment = block.request->file()->alignment();
     std::size_t moved = static_cast<std::size_t>(result);
     if (block.moved + moved < block.nbytes) {
         moved -= moved % alignment;
     }
-    if (moved == 0) { // the file ends here, perhaps between two aligned positions
+    if (moved == 0) { // probably the end of the file, which may be between two aligned positions
         if (result == 0 || ++block.retries > kMaxRetriesAtEnd) {
             error = block.request->op == Op::read ? ENODATA : EIO;
             return Verdict::failed;

@@ -18,7 +18,7 @@ namespace infinity::aio {
 struct Options {
     std::size_t block_nbytes = 1 << 20;
     int depth = 32;
-    int threads = 8; // of the thread engine
+    int threads = 8; // number of threads of the thread engine
     bool sqpoll = false;
     bool iopoll = false;
     Faults::Plan faults;
@@ -28,7 +28,7 @@ struct Stats {
     std::uint64_t bytes_read = 0;
     std::uint64_t bytes_written = 0;
     std::uint64_t blocks = 0;
-    std::uint64_t fixed_blocks = 0; // that used a registered buffer
+    std::uint64_t fixed_blocks = 0; // blocks that used a registered buffer
 };
 
 class Engine {
@@ -38,7 +38,7 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // This is a forked child, which has none of the engine's threads.
+    // Whether this process is a forked child, which has none of the engine's threads.
     bool forked() const;
 
     // Throws std::logic_error in a forked child.
@@ -47,14 +47,14 @@ class Engine {
     // Queues a request. Throws std::logic_error when closed, or in a forked child.
     void submit(std::shared_ptr<Request> request);
 
-    // Serves a read that somebody waits for before those that nobody does yet.
+    // Gives a read that a thread waits for priority over all reads that no thread waits for.
     void promote(const std::shared_ptr<Request>& request);
 
-    // Registers a buffer with the kernel; returns 0, or the errno of the refusal. The memory must stay mapped until
-    // the engine is closed: the kernel goes on using these pages for this address.
+    // Registers a buffer with the kernel. Returns 0, or an errno if the kernel refuses. The memory must stay mapped
+    // until the engine is closed: the kernel continues to use these pages for this address.
     virtual int register_buffer(std::uintptr_t address, std::size_t nbytes) = 0;
 
-    // Lets go of files that nobody else holds any more.
+    // Unregisters files that have no other owner.
     virtual void release_files() {}
 
     // Finishes everything that was submitted, then stops.
@@ -62,11 +62,11 @@ class Engine {
 
     Stats stats() const;
 
-    // Of the blocks that went well.
+    // The latencies of the blocks that ended without an error.
     Latencies::Counts latencies(Op op) const { return (op == Op::read ? read_latencies_ : write_latencies_).counts(); }
 
   protected:
-    // What a system call's result (bytes, or a negative errno) means for its block.
+    // Evaluates the result of a block's system call (bytes, or a negative errno).
     enum class Verdict { finished, failed, again };
     Verdict judge(Block& block, long result, int& error);
 
@@ -94,7 +94,7 @@ std::unique_ptr<Engine> make_thread_engine(const Options& options);
 // Throws std::system_error if the kernel refuses.
 std::unique_ptr<Engine> make_uring_engine(const Options& options);
 
-// Built with liburing?
+// Whether this was built with liburing.
 bool has_uring();
 
 } // namespace infinity::aio

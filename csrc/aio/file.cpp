@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t kFallbackAlignment = 4096;
 
-// The alignment of direct I/O as the filesystem reports it (Linux 6.1); a page where it does not.
+// Returns the alignment of direct I/O that the filesystem reports (Linux 6.1); 4096 if it reports none.
 std::size_t direct_alignment([[maybe_unused]] int fd) {
 #ifdef STATX_DIOALIGN
     struct statx stx{};

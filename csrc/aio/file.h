@@ -1,4 +1,4 @@
-// An open file: descriptor, and the alignment that direct I/O asks for.
+// An open file: its descriptor, and the alignment that direct I/O needs.
 #pragma once
 
 #include <cstddef>
@@ -6,12 +6,11 @@
 
 namespace infinity::aio {
 
-// Owner of a descriptor. There is no `close`: the descriptor goes with the last request that uses it, because a number
-// that was closed early could already mean another file.
+// Owns a descriptor. There is no `close`: the descriptor is closed with the last request that uses it. If it were
+// closed earlier, its number could already be that of another file.
 class File {
   public:
-    // Opens an existing file, past the page cache if `direct` and where the filesystem allows it. Throws
-    // std::system_error.
+    // Opens an existing file, with O_DIRECT if `direct` is true and the filesystem has it. Throws std::system_error.
     File(const std::string& path, bool read_only, bool direct = true);
     ~File();
     File(const File&) = delete;

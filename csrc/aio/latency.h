@@ -1,4 +1,4 @@
-// How long blocks took, from the hands of the queue to their end: a histogram that every thread may add to.
+// A histogram of the latencies of blocks, from their removal from the queue to their completion. Thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -12,18 +12,18 @@
 
 namespace infinity::aio {
 
-// 64 buckets for each power of two of nanoseconds, so that a bucket is at most 1/64 of its value wide: percentiles are
-// good to 1%, for 18 KiB and one addition a block.
+// 64 buckets for each power of two of nanoseconds, so that the width of a bucket is at most 1/64 of its value.
+// Percentiles have an error of at most 1%. The cost is 18 KiB, and one addition for each block.
 class Latencies {
   public:
-    using Counts = std::vector<std::pair<double, std::uint64_t>>; // seconds in the middle of a bucket, and how many
+    using Counts = std::vector<std::pair<double, std::uint64_t>>; // middle of a bucket in seconds, number of blocks
 
     void add(std::chrono::nanoseconds taken) {
         counts_[index_of(static_cast<std::uint64_t>(std::max<std::int64_t>(taken.count(), 0)))].fetch_add(
             1, std::memory_order_relaxed);
     }
 
-    // Of the buckets that are not empty, shortest first.
+    // Returns the buckets that are not empty, shortest latency first.
     Counts counts() const {
         Counts found;
         for (std::size_t i = 0; i < counts_.size(); ++i) {
@@ -37,7 +37,7 @@ class Latencies {
   private:
     static constexpr unsigned kBits = 6;
     static constexpr std::size_t kSteps = std::size_t{1} << kBits;
-    static constexpr unsigned kOctaves = 36; // up to an hour; what takes longer is counted as that
+    static constexpr unsigned kOctaves = 36; // up to an hour; longer latencies are counted in the last bucket
 
     static std::size_t index_of(std::uint64_t ns) {
         unsigned shift = 0;

@@ -1,4 +1,4 @@
-// Address ranges: reserved once, backed by physical pages while they are needed.
+// Address ranges that are reserved once, and have physical pages only while these are needed.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace infinity::aio {
 
-// An anonymous mapping. Move-only; unmapped when it goes. It belongs to the process that made it: a forked child has
-// nothing at these addresses (so that no page is copied when one of the two writes), and its calls do nothing.
+// An anonymous mapping, unmapped by its destructor. It belongs to the process that made it: a forked child has no
+// memory at these addresses (so that no page is copied when one of the two processes writes), and its calls do nothing.
 class Mapping {
   public:
     // Maps `nbytes`, rounded up to whole pages, aligned to `alignment` (a power of two of at least a page).
@@ -20,17 +20,17 @@ class Mapping {
     std::uintptr_t address() const { return address_; }
     std::size_t nbytes() const { return nbytes_; }
 
-    // Makes the range readable and writable, with huge pages where the system gives them.
+    // Makes the range readable and writable, with huge pages if the system has them.
     void open();
 
-    // Gives the physical pages back and forbids access: a stale pointer faults instead of reading other bytes.
+    // Frees the physical pages and forbids access: a stale pointer faults instead of reading other bytes.
     void shut();
 
     // Forbids access as `shut` does, but keeps the physical pages, for the next `open` or for another's `open_with`.
     void park();
 
-    // Opens with the pages, and so the bytes, of a parked mapping of the same size in place of new ones, which the
-    // system would have to zero; the other is as if shut.
+    // Opens with the pages (and so the content) of a parked mapping of the same size, because the system would have to
+    // zero new pages. The other mapping is then shut.
     void open_with(Mapping& parked);
 
   private:

@@ -12,7 +12,7 @@ constexpr int kDemand = static_cast<int>(Priority::demand);
 constexpr int kPrefetch = static_cast<int>(Priority::prefetch);
 constexpr int kWriteBack = static_cast<int>(Priority::write_back);
 constexpr int kNone = -1;
-constexpr std::size_t kWriteBackNbytes = 8 << 20; // in flight alone, or two blocks: one is written, one ready
+constexpr std::size_t kWriteBackNbytes = 8 << 20; // in flight without prefetches; at least two blocks
 } // namespace
 
 bool Request::wait(double timeout_s) {
@@ -27,7 +27,7 @@ bool Request::wait(double timeout_s) {
 
 Part Request::next(std::size_t most_nbytes) const {
     const std::size_t at = cut_ % memory_nbytes;
-    if (!scatter_.offsets.empty()) { // whole blocks, so that none wraps around in the memory
+    if (!scatter_.offsets.empty()) { // whole blocks: the memory is a multiple of the block size
         return Part{scatter_.offsets[cut_ / scatter_.block_nbytes], address + at, scatter_.block_nbytes};
     }
     return Part{offset + cut_, address + at, std::min({most_nbytes, nbytes - cut_, memory_nbytes - at})};
@@ -165,11 +165,11 @@ void BlockQueue::finish(const Block& block, int error) {
         request->outcome_.nbytes += block.moved;
         Outcome& outcome = request->outcome_;
         const auto where = block.offset + block.moved;
-        // Blocks begin in order and may end in any: of several errors the first in the file is told.
+        // Blocks begin in order and may end in any order: report the error with the lowest offset.
         if (error != 0 && (outcome.error == 0 || where < outcome.offset)) {
             outcome.error = error;
             outcome.offset = where;
-            if (request->cut_ < request->nbytes) { // the rest of a failed request is not worth starting
+            if (request->cut_ < request->nbytes) { // do not start the rest of a failed request
                 auto& line = waiting_[static_cast<int>(request->priority_)];
                 line.erase(std::find(line.begin(), line.end(), request));
                 request->cut_ = request->nbytes;

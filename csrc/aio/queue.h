@@ -1,4 +1,4 @@
-// Requests waiting for their turn, cut into blocks in the order of their priorities.
+// A queue of requests, which are cut into blocks in the order of their priorities.
 #pragma once
 
 #include <condition_variable>
@@ -13,36 +13,36 @@ namespace infinity::aio {
 
 // Thread-safe.
 //
-// A demand read comes first, always. Reads ahead and write-back take turns, so that neither starves: an optimizer that
-// streams its states reads as much as it writes. A part of the depth is kept free of such bulk traffic: a demand read
-// that arrives behind gigabytes of it is submitted at once, and waits only for what the drive already holds. That is
-// why no more than a few megabytes of write-back are in flight alone: they keep a drive busy, and all beyond them would
-// only lengthen that wait (benchmarks/io_latency.py). Beside reads ahead, which fill the rest of the bulk depth in any
-// case, write-back may have half of it.
+// Demand reads always come first. Prefetches and write-backs ("bulk" traffic) take turns, so that neither starves: an
+// optimizer that streams its states reads as much as it writes. A part of the depth is reserved for demand reads: a
+// demand read that arrives after gigabytes of bulk traffic is submitted at once, and waits only for the blocks that the
+// drive already has. For the same reason, only a few megabytes of write-back are in flight if there are no prefetches:
+// these keep a drive busy, and more would only make that wait longer (benchmarks/io_latency.py). If there are
+// prefetches, which fill the rest of the bulk depth anyway, write-back may use half of it.
 class BlockQueue {
   public:
     BlockQueue(std::size_t block_nbytes, int depth);
 
-    // True if a block may be started now; if not, the end of another block is when to look again. Throws
-    // std::logic_error once closed.
+    // Adds a request. Returns true if a block can be started now; otherwise, try again when another block has ended.
+    // Throws std::logic_error if the queue is closed.
     bool push(std::shared_ptr<Request> request);
 
-    // Somebody waits for this read now: what is left of it goes with the demand reads. Returns as `push` does.
+    // Moves the rest of a read to the demand reads, because a thread waits for it now. Returns as `push` does.
     bool promote(const std::shared_ptr<Request>& request);
 
-    // The next block, if there is one that may be started now.
+    // Takes the next block. Returns false if none can be started now.
     bool try_pop(Block& block);
 
-    // Waits for a block; false when the queue is closed and empty.
+    // Waits for the next block, and takes it. Returns false when the queue is closed and empty.
     bool pop(Block& block);
 
-    // The block is over; `error` is 0 or an errno. Completes the request with its last block.
+    // Records the end of a block; `error` is 0 or an errno. The last block of a request completes the request.
     void finish(const Block& block, int error);
 
-    // Takes no more requests; those that it has are served.
+    // Refuses further requests. Those in the queue are still served.
     void close();
 
-    // Closed, and every request is over.
+    // Whether the queue is closed, and every request has ended.
     bool drained() const;
 
   private:
@@ -60,9 +60,9 @@ class BlockQueue {
     std::condition_variable changed_;
     std::deque<std::shared_ptr<Request>> waiting_[kPriorities];
     int in_flight_ = 0;
-    int bulk_in_flight_ = 0; // of reads ahead and write-back
+    int bulk_in_flight_ = 0; // prefetches and write-backs
     int write_back_in_flight_ = 0;
-    Priority last_bulk_ = Priority::write_back; // which of the two had its turn
+    Priority last_bulk_ = Priority::write_back; // the one of the two that had the last turn
     bool closed_ = false;
 };
 

@@ -1,4 +1,4 @@
-// A read or write that somebody waits for, and the blocks that it is cut into.
+// A request (a read or a write), and the blocks that it is cut into.
 #pragma once
 
 #include <atomic>
@@ -20,11 +20,11 @@ namespace infinity::aio {
 
 enum class Op : std::uint8_t { read, write };
 
-// Who is served first: a read that somebody waits for now. Reads ahead and write-back take turns behind it.
+// Demand reads, which a thread waits for, are served first. Prefetches and write-backs take turns after them.
 enum class Priority : std::uint8_t { demand, prefetch, write_back };
 constexpr int kPriorities = 3;
 
-// How a request ended. `error` is 0 or an errno; `offset` is then where in the file it happened.
+// The result of a request. `error` is 0 or an errno; `offset` is then the position of the error in the file.
 struct Outcome {
     std::size_t nbytes = 0;
     int error = 0;
@@ -34,15 +34,15 @@ struct Outcome {
 // Linux's steady clock is CLOCK_MONOTONIC, which Python's time.perf_counter() reads too.
 using Clock = std::chrono::steady_clock;
 
-// When a request was handed over, when its first block was given to the kernel, and when its last one was over.
+// The times at which a request was submitted, its first block was passed to the kernel, and its last block ended.
 struct Times {
     Clock::time_point submitted;
     Clock::time_point started;
     Clock::time_point finished;
 };
 
-// Blocks that lie anywhere in a file, all of one size: what a request moves in place of one range. Many small blocks as
-// one request are submitted and reaped by the engine alone, without a future, a wake-up and Python for each of them.
+// Blocks of one size at any offsets of a file, which a request moves instead of one range. The engine submits and reaps
+// many small blocks of one request without a future, a wake-up or Python code for each of them.
 struct Scatter {
     std::vector<std::uint64_t> offsets; // in the order in which they begin
     std::size_t block_nbytes = 0;
@@ -50,7 +50,7 @@ struct Scatter {
     std::size_t nbytes() const { return offsets.size() * block_nbytes; }
 };
 
-// A part of a request that is next to become a block.
+// The part of a request that becomes its next block.
 struct Part {
     std::uint64_t offset = 0;
     std::uintptr_t address = 0;
@@ -58,9 +58,9 @@ struct Part {
 };
 
 // [Note: who keeps the buffer alive]
-// The kernel may write into a request's buffer until the last of its blocks has completed, whether or not anybody
-// still holds the future. The engine therefore keeps the request, and the request its `Owner` and its file, until
-// then, and no longer: a future that is kept around keeps neither memory nor a descriptor.
+// The kernel may write into a request's buffer until the last block has completed, even if the future is dropped
+// before. So the engine keeps the request until then, and the request keeps its `Owner` and its file. It drops both at
+// completion: a future that is kept longer holds neither memory nor a descriptor.
 class Owner {
   public:
     virtual ~Owner() = default;
@@ -73,24 +73,24 @@ class Request {
         : op(op), offset(offset), address(address), nbytes(nbytes), memory_nbytes(memory_nbytes), priority_(priority),
           file_(std::move(file)), owner_(std::move(owner)) {}
 
-    // Of scattered blocks; the memory is a multiple of their size.
+    // A request of scattered blocks. The memory is a multiple of their size.
     Request(Op op, std::shared_ptr<File> file, Scatter scatter, std::uintptr_t address, std::size_t memory_nbytes,
             Priority priority, std::unique_ptr<Owner> owner)
         : op(op), address(address), nbytes(scatter.nbytes()), memory_nbytes(memory_nbytes), priority_(priority),
           scatter_(std::move(scatter)), file_(std::move(file)), owner_(std::move(owner)) {}
 
     const Op op;
-    const std::uint64_t offset = 0; // not of scattered blocks
+    const std::uint64_t offset = 0; // unused for scattered blocks
     const std::uintptr_t address;
     const std::size_t nbytes;
-    const std::size_t memory_nbytes; // at the address: `nbytes`, or less, which is then gone through again and again
+    const std::size_t memory_nbytes; // size of the memory at `address`; if less than `nbytes`, it is used repeatedly
 
     // Valid until the request is done.
     const std::shared_ptr<File>& file() const { return file_; }
 
     bool done() const { return done_.load(std::memory_order_acquire); }
 
-    // Not done, and never to be: the engine that works on it was left behind by fork().
+    // Whether the request can never end, because this is a forked child without the engine's threads.
     bool orphaned() const { return !done() && getpid() != process_; }
 
     // Blocks until the request is done, at most `timeout_s` seconds if that is not negative; false on timeout.
@@ -105,7 +105,7 @@ class Request {
 
     void complete();
 
-    // What comes next when `cut_` bytes have been cut: at most `most_nbytes` of a range, or one scattered block.
+    // Returns the part after the first `cut_` bytes: at most `most_nbytes` of a range, or one scattered block.
     Part next(std::size_t most_nbytes) const;
 
     // Guarded by the queue's mutex.
@@ -115,7 +115,7 @@ class Request {
     Outcome outcome_;
     Times times_{Clock::now(), {}, {}};
 
-    const Scatter scatter_; // without offsets where the request is of one range
+    const Scatter scatter_; // has no offsets if the request is for one range
     std::shared_ptr<File> file_;
     std::unique_ptr<Owner> owner_;
     const pid_t process_ = getpid();
@@ -124,7 +124,7 @@ class Request {
     std::condition_variable changed_;
 };
 
-// A piece of a request that is one system call, or a few where transfers come up short.
+// A piece of a request that is one system call, or several if transfers are short.
 struct Block {
     std::shared_ptr<Request> request;
     Priority priority = Priority::demand; // of the request when the block was cut
@@ -133,7 +133,7 @@ struct Block {
     std::size_t nbytes = 0;
     std::size_t moved = 0;
     int retries = 0;
-    Clock::time_point started{}; // when it was taken from the queue, to be given to the kernel
+    Clock::time_point started{}; // time at which it was taken from the queue
 };
 
 } // namespace infinity::aio

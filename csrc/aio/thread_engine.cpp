@@ -1,4 +1,4 @@
-// Blocking system calls on a few threads: works wherever files do.
+// Blocking system calls on a few threads, which work with any file.
 #include "engine.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ class ThreadEngine final : public Engine {
             for (int i = 0; i < options.threads; ++i) {
                 threads_.emplace_back([this] { run(); });
             }
-        } catch (...) { // no more threads are to be had: those that run must not be left behind
+        } catch (...) { // the system gives no more threads: end those that run
             close();
             throw;
         }
@@ -30,7 +30,7 @@ class ThreadEngine final : public Engine {
     int register_buffer(std::uintptr_t, std::size_t) override { return ENOTSUP; }
 
     void close() override {
-        if (forked()) { // the threads exist in the parent only
+        if (forked()) { // the threads exist only in the parent
             return;
         }
         queue_.close();
@@ -71,7 +71,7 @@ class ThreadEngine final : public Engine {
 } // namespace
 
 std::unique_ptr<Engine> make_thread_engine(const Options& options) {
-    Options bounded = options; // what no thread would take is not in flight, and reserves nothing for demand reads
+    Options bounded = options; // one block for each thread is in flight; demand reads get a part of this depth
     bounded.depth = std::min(options.depth, options.threads);
     return std::make_unique<ThreadEngine>(bounded);
 }

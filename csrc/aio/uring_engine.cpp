@@ -1,7 +1,7 @@
 // io_uring: one thread owns the ring, submits in batches and reaps every completion.
 //
-// The protocol of a completion follows liburing's examples/io_uring-cp.c: its result is read always, EAGAIN and EINTR
-// are submitted again, a short transfer continues where it stopped, and anything else fails the request.
+// The handling of completions follows liburing's examples/io_uring-cp.c: the result is always checked, a block with
+// EAGAIN or EINTR is submitted again, a short transfer continues at its end, and any other error fails the request.
 #include "engine.h"
 
 #include <cerrno>
@@ -31,10 +31,11 @@ namespace {
 constexpr unsigned kMaxRegions = 64;
 constexpr unsigned kMaxFiles = 64;
 constexpr std::size_t kMaxRegionNbytes = std::size_t{1} << 30; // the kernel's limit for one registered buffer
-constexpr std::size_t kMaxEntryNbytes = std::size_t{1} << 30;  // an entry has 32 bits for its size
+constexpr std::size_t kMaxEntryNbytes = std::size_t{1} << 30;  // the size field of an entry has 32 bits
 constexpr std::chrono::milliseconds kRefusalPause{1};
-// The drive begins with these while the next are prepared. With all of a depth of 32 at once, drive and thread work in
-// turns: 4 KiB reads had 0.83 of the rate that they have so, for a tenth less processor time (bench-io, virtio).
+// The drive works on these entries while the thread prepares the next ones. If all entries of a depth of 32 were
+// submitted at once, drive and thread would work in turns: the rate of 4 KiB reads was 0.83 of the present one, with a
+// tenth less processor time (bench-io, virtio).
 constexpr unsigned kSubmittedAtOnce = 2;
 
 struct Region {
@@ -43,16 +44,16 @@ struct Region {
     int index;
 };
 
-// A region to register, handed to the ring's thread, which alone may touch the ring.
+// A request to register a region. Only the ring's thread may use the ring.
 struct Registration {
     std::uintptr_t address;
     std::size_t nbytes;
     std::promise<int> result;
 };
 
-// A place in the table of registered files, whose descriptors the kernel need not look up for every block. It owns
-// nothing, so that a file is closed when its last request is over; and it tells files apart by their control blocks,
-// which a weak pointer keeps from being reused, where an address might mean a newer file.
+// A place in the table of registered files, whose descriptors the kernel need not look up for every block. It does not
+// own the file, so that the file is closed when its last request has ended. Files are compared by their control blocks,
+// which are not reused while a weak pointer exists; the address of a File could be that of a newer one.
 struct Place {
     bool taken = false;
     std::weak_ptr<File> file;
@@ -79,7 +80,7 @@ class UringEngine final : public Engine {
         }
         std::promise<int> started;
         auto start = started.get_future();
-        // The ring is made by the thread that will use it: IORING_SETUP_SINGLE_ISSUER binds it to that one.
+        // The ring is made by the thread that uses it: IORING_SETUP_SINGLE_ISSUER binds it to this thread.
         try {
             thread_ = std::thread([this, &started] { run(started); });
         } catch (const std::system_error&) {
@@ -128,7 +129,7 @@ class UringEngine final : public Engine {
     }
 
     void close() override {
-        if (forked() || !thread_.joinable()) { // the thread exists in the parent only
+        if (forked() || !thread_.joinable()) { // the thread exists only in the parent
             return;
         }
         queue_.close();
@@ -137,8 +138,9 @@ class UringEngine final : public Engine {
     }
 
   private:
-    // A system call only if the ring's thread may be asleep. It says so before it looks at the queue for the last
-    // time, and the queue's mutex orders that against the push: it has seen the request, or it is woken.
+    // Makes a system call only if the ring's thread may be asleep. The thread sets `may_sleep_` before it checks the
+    // queue for the last time, and the queue's mutex orders this check and the push: the thread has either seen the
+    // request, or is woken.
     void wake() override {
         if (!may_sleep_.exchange(false)) {
             return;
@@ -175,13 +177,13 @@ class UringEngine final : public Engine {
     }
 
     void wait_for_events() {
-        if (options_.iopoll && in_flight_ == 0) { // such a ring polls the drive, and cannot wait for the wake-up
+        if (options_.iopoll && in_flight_ == 0) { // a polling ring cannot wait for the eventfd
             while (read(wake_fd_, &wake_count_, sizeof wake_count_) < 0 && errno == EINTR) {
             }
             return;
         }
         const int result = io_uring_submit_and_wait(&ring_, 1);
-        if (result < 0 && result != -EINTR) { // short of memory, for instance: the entries wait to be submitted again
+        if (result < 0 && result != -EINTR) { // such as out of memory; the entries are submitted again later
             std::this_thread::sleep_for(kRefusalPause);
         }
     }
@@ -197,7 +199,7 @@ class UringEngine final : public Engine {
             flags |= IORING_SETUP_IOPOLL;
         }
 #if defined(IORING_SETUP_SINGLE_ISSUER) && defined(IORING_SETUP_DEFER_TASKRUN)
-        if (flags == 0) { // completions are handled when this thread asks for them, not by interrupting it
+        if (flags == 0) { // completions are handled when this thread waits for them, and do not interrupt it
             params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
             if (io_uring_queue_init_params(entries, &ring_, &params) == 0) {
                 make_tables();
@@ -215,7 +217,7 @@ class UringEngine final : public Engine {
         return 0;
     }
 
-    // Empty tables that buffers and files are put into later; without them they are used unregistered.
+    // Makes empty tables, into which buffers and files are registered later. Without tables they are used unregistered.
     void make_tables() {
         has_region_table_ = io_uring_register_buffers_sparse(&ring_, kMaxRegions) == 0;
         if (io_uring_register_files_sparse(&ring_, kMaxFiles) == 0) {
@@ -267,7 +269,7 @@ class UringEngine final : public Engine {
         return -1;
     }
 
-    // The file's place in the table of registered files; -1 if it has none.
+    // Returns the file's place in the table of registered files, and registers it if needed; -1 if the table is full.
     int place_of(const std::shared_ptr<File>& file) {
         int vacant = -1;
         for (std::size_t i = 0; i < files_.size(); ++i) {
@@ -310,7 +312,7 @@ class UringEngine final : public Engine {
             slot->block = std::move(block);
             start(*slot);
             if (io_uring_sq_ready(&ring_) >= kSubmittedAtOnce) {
-                io_uring_submit(&ring_); // what the kernel does not take now, it takes with the next ones
+                io_uring_submit(&ring_); // entries that the kernel does not take now are submitted with the next ones
             }
         }
     }
@@ -347,7 +349,7 @@ class UringEngine final : public Engine {
 
     io_uring_sqe* next_entry() {
         io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-        while (sqe == nullptr) { // full of entries that were prepared but not submitted yet
+        while (sqe == nullptr) { // the ring is full of entries that are not submitted yet
             io_uring_submit(&ring_);
             sqe = io_uring_get_sqe(&ring_);
         }
@@ -391,14 +393,14 @@ class UringEngine final : public Engine {
         const std::weak_ptr<File> file = slot.block.request->file();
         finish(slot.block, error, slot.fixed);
         slot.block.request.reset();
-        if (file.expired()) { // closed before: its place in the table is all that keeps it open
+        if (file.expired()) { // already closed: only the table of registered files keeps it open in the kernel
             files_changed_ = true;
         }
         free_.push_back(&slot);
         in_flight_ -= 1;
     }
 
-    // A read of the wake-up counter in the ring itself: a new request ends the wait for completions.
+    // Submits a read of the wake-up counter to the ring, so that a new request ends the wait for completions.
     void arm_wake() {
         if (options_.iopoll) {
             return;
@@ -411,7 +413,7 @@ class UringEngine final : public Engine {
     io_uring ring_{};
     bool has_region_table_ = false;
     std::vector<Region> regions_;
-    std::vector<Place> files_; // empty where the kernel has no table
+    std::vector<Place> files_; // empty if the kernel has no table
     std::vector<Slot> slots_;
     std::vector<Slot*> free_;
     std::vector<Slot*> again_;
