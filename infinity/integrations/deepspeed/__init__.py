@@ -1,6 +1,6 @@
-"""DeepSpeed's dialect: what its scripts and Hugging Face's libraries import from it, in terms of our own API.
+"""DeepSpeed's interface for its scripts and Hugging Face's libraries, implemented with infinity's own API.
 
-`namespace.py` says in which module a name is found and which file here implements it, `finder.py` makes these modules
-as they are imported, and `../as_deepspeed.py` puts `deepspeed` on a process's path. What is not here is refused by
-name.
+The table in `namespace.py` lists the modules, their names, and the files here that implement them. `finder.py` makes
+these modules when they are imported, and `../as_deepspeed.py` puts `deepspeed` on a process's path. Unsupported names
+raise an error that says what to use instead.
 """

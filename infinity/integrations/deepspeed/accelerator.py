@@ -11,7 +11,7 @@ from infinity.integrations.deepspeed import host_device
 
 
 class Accelerator:
-    """torch's accelerator, or the CPU where there is none."""
+    """torch's accelerator, or the CPU if there is none."""
 
     def __init__(self) -> None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -31,7 +31,7 @@ class Accelerator:
         return self._name if self._name == "cpu" else f"{self._name}:{self._module.current_device()}"
 
     def device_count(self) -> int:
-        """Devices of this machine; on the CPU as many as the launcher has started processes, each of which computes."""
+        """Return the number of devices of this machine; on the CPU, the number of processes of the launcher."""
         if self._name != "cpu":
             return int(self._module.device_count())
         started = (os.environ.get(name) for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
@@ -77,7 +77,7 @@ class Accelerator:
             self._module.empty_cache()
 
     def __getattr__(self, name: str) -> Any:
-        """Memory statistics, streams and events: the device's module has them, as far as there are any."""
+        """Return an attribute of the device's module, such as memory statistics, streams and events."""
         if name.startswith("_"):
             raise AttributeError(name)
         found = getattr(host_device, name, None) if self._name == "cpu" else None
@@ -91,12 +91,12 @@ _accelerator: list[Accelerator] = []
 
 
 def get_accelerator() -> Accelerator:
-    """The accelerator of this process."""
+    """Return the accelerator of this process."""
     if not _accelerator:
         _accelerator.append(Accelerator())
     return _accelerator[0]
 
 
 def is_current_accelerator_supported() -> bool:
-    """Of whatever torch sees."""
+    """Return True: every device of torch is supported."""
     return True

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: torch's activation checkpointing. What it saves moves as the configuration says."""
+"""`deepspeed.checkpointing`: torch's activation checkpointing. Saved tensors are offloaded as configured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infinity.errors import ConfigError
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Run `function` without saving what it computes on the way; backward runs it again."""
+    """Run `function` without saving its intermediate results; the backward pass runs it again."""
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **more)
 
 
@@ -28,10 +28,10 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Nothing: `activation_checkpointing` and `tiering.activations` of the configuration say where activations go.
+    """Do nothing: `activation_checkpointing` and `tiering.activations` of the configuration decide about activations.
 
     Raises:
-        ConfigError: an option asks for what only the configuration can give.
+        ConfigError: an option is not supported, or only the configuration can set it.
     """
     if mpu_ is not None or partition_activations:
         raise ConfigError("checkpointing.configure: activations are not divided among ranks; leave the option out")
@@ -43,9 +43,9 @@ def configure(
 
 
 def is_configured() -> bool:
-    """True: there is nothing to configure."""
+    """Return True: there is nothing to configure."""
     return True
 
 
 def reset() -> None:
-    """Nothing: torch frees what a step has saved."""
+    """Do nothing: torch frees the saved tensors."""

@@ -1,4 +1,4 @@
-"""Keys of infinity's own section that a configuration leaves "auto", in files that transformers and accelerate read."""
+"""Refuse "auto" values of infinity's own keys in configurations for transformers and accelerate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from infinity.errors import ConfigError
 
 
 def auto_problem(configuration: Any, name: str) -> str:
-    """Why accelerate refuses a configuration; nothing if none of infinity's own keys is "auto".
+    """Return why accelerate refuses a configuration; empty if none of infinity's own keys is "auto".
 
     Args:
         configuration: the content of a JSON file.
-        name: of the file, for the message.
+        name: name of the file, for the message.
     """
     section = configuration.get("tiering") if isinstance(configuration, Mapping) else None
     keys = [key for key, value in section.items() if value == "auto"] if isinstance(section, Mapping) else []
@@ -27,7 +27,7 @@ def auto_problem(configuration: Any, name: str) -> str:
 
 
 def check_auto(configuration: Any) -> None:
-    """Refuse what accelerate would refuse, as soon as transformers uses it."""
+    """Refuse the configuration if transformers uses it and accelerate would refuse it."""
     transformers = sys.modules.get("transformers.integrations.deepspeed")
     if transformers is not None and configuration is not None and configuration is transformers.deepspeed_config():
         problem = auto_problem(configuration, "the configuration")

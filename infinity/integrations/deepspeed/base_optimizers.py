@@ -1,7 +1,7 @@
-"""The optimizer under an engine's own, as `engine.optimizer.optimizer` names it in DeepSpeed.
+"""The optimizer that DeepSpeed's optimizer wraps: `engine.optimizer.optimizer`.
 
-It says which optimizer trains, and with which hyper-parameters: its groups are the engine's. It updates nothing, and
-its states are read from the tiers as they are asked for.
+Its class shows which optimizer trains. Its parameter groups are the engine's. It updates nothing, and its states are
+read from the tiers on access.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from infinity.optim.optimizer import check_no_states
 
 
 class LiveStates(defaultdict[torch.Tensor, Any]):
-    """States that are elsewhere: it has nothing in it, and reads what a parameter has when it is asked.
+    """A mapping of optimizer states that stores nothing: each access reads the states of a parameter from the tiers.
 
     Args:
-        steps: counts the updates so far.
-        moments: of a parameter, or of a flat tensor of masters, by name.
+        steps: returns the number of updates so far.
+        moments: returns the moments of a parameter, or of a flat tensor of masters, by name.
     """
 
     def __init__(self, steps: Callable[[], int], moments: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]) -> None:
@@ -40,7 +40,7 @@ class LiveStates(defaultdict[torch.Tensor, Any]):
 
 
 def base_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-    """Of the class that DeepSpeed makes for this configuration, with these groups; None where it names none."""
+    """Return an optimizer of DeepSpeed's class for this configuration, with these groups; None if it names none."""
     if config.optimizer is None:
         return None
     name, params = config.optimizer.type.lower(), config.optimizer.params

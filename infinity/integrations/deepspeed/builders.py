@@ -1,4 +1,4 @@
-"""DeepSpeed's op builders by name: what its scripts ask is whether an op is there. Nothing is built at run time."""
+"""DeepSpeed's op builders, for scripts that check whether an op is available. Nothing is built at run time."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from infinity.integrations.deepspeed.refused import REFUSED, refused_class
 
 
 class _Op:
-    """What `load()` gives: nothing had to be built, and what DeepSpeed's op has in it is not there."""
+    """The result of `load()`. Every attribute of DeepSpeed's op is refused."""
 
     def __init__(self, builder: str) -> None:
         self._builder = builder
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python itself asks
+        if name.startswith("__"):  # accessed by Python itself
             raise AttributeError(name)
         raise ConfigError(f"deepspeed.{self._builder}().load().{name} is not supported: {REFUSED[self._builder]}")
 
 
 class OpBuilder:
-    """Of an op whose work is done by what came with the package.
+    """The builder of an op that infinity has a replacement of.
 
-    Scripts load it to have the op built before they train: here that is done already.
+    Scripts call `load()` to build the op before training. Here, there is nothing to build.
 
     Attributes:
-        NAME: the op.
+        NAME: name of the op.
     """
 
     NAME = ""
 
     def absolute_name(self) -> str:
-        """As `NAME`."""
+        """Return `NAME`."""
         return self.NAME
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """It is there."""
+        """Return True: the op is available."""
         return True
 
     def load(self, verbose: bool = True) -> _Op:
-        """An object whose attributes are refused, by what to use instead."""
+        """Return an object whose attributes raise errors that say what to use instead."""
         return _Op(type(self).__name__)
 
 
-def _there(name: str, op: str) -> type[OpBuilder]:
-    return type(name, (OpBuilder,), {"NAME": op, "__doc__": f"Of `{op}`: nothing is to be built."})
+def _builder(name: str, op: str) -> type[OpBuilder]:
+    return type(name, (OpBuilder,), {"NAME": op, "__doc__": f"The builder of `{op}`, which needs no build."})
 
 
-AsyncIOBuilder = _there("AsyncIOBuilder", "async_io")
-CPUAdagradBuilder = _there("CPUAdagradBuilder", "cpu_adagrad")
-CPUAdamBuilder = _there("CPUAdamBuilder", "cpu_adam")
-CPULionBuilder = _there("CPULionBuilder", "cpu_lion")
-FusedAdamBuilder = _there("FusedAdamBuilder", "fused_adam")
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io")
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad")
+CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam")
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion")
+FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam")
 FusedLambBuilder = refused_class("FusedLambBuilder", NAME="fused_lamb")
-FusedLionBuilder = _there("FusedLionBuilder", "fused_lion")
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion")
 InferenceBuilder = refused_class("InferenceBuilder", NAME="transformer_inference")
 QuantizerBuilder = refused_class("QuantizerBuilder", NAME="quantizer")
 TransformerBuilder = refused_class("TransformerBuilder", NAME="transformer")
 UtilsBuilder = refused_class("UtilsBuilder", NAME="utils")
 
-_THERE = ("async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lion")
-_NOT_THERE = (
+_AVAILABLE = ("async_io", "cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lion")
+_UNAVAILABLE = (
     "fused_lamb",
     "transformer",
     "transformer_inference",
@@ -83,5 +83,5 @@ _NOT_THERE = (
 )
 
 
-# Whether what an op of DeepSpeed does is there, by the op's name.
-__compatible_ops__ = dict.fromkeys(_THERE, True) | dict.fromkeys(_NOT_THERE, False)
+# Whether an op of DeepSpeed has a replacement here, by the op's name.
+__compatible_ops__ = dict.fromkeys(_AVAILABLE, True) | dict.fromkeys(_UNAVAILABLE, False)

@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed, which can be asked before it is initialised."""
+"""`deepspeed.comm`: torch.distributed. Ranks and sizes are also known before it is initialised."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["get_global_rank", "get_local_rank", "get_rank", "get_world_size", "i
 
 
 def init_distributed(*args: Any, **more: Any) -> None:
-    """`infinity.init_distributed`.
+    """Call `infinity.init_distributed`.
 
     Raises:
-        AssertedConfigError: it must not, and nobody has.
+        AssertedConfigError: `dist_init_required` is False, and `torch.distributed` is not initialised.
         ConfigError: accelerate counts one process, and several ranks were started.
     """
     check_accelerate()
@@ -35,7 +35,7 @@ def init_distributed(*args: Any, **more: Any) -> None:
 
 
 def check_initialized(required: bool | None) -> None:
-    """Refuse to go on where nobody has initialised `torch.distributed`, and this must not."""
+    """Raise AssertedConfigError if `required` is False and `torch.distributed` is not initialised."""
     if required is False and not dist.is_initialized():
         raise AssertedConfigError(
             "dist_init_required is False, but torch.distributed is not initialized: do that first, or leave it out"
@@ -43,7 +43,7 @@ def check_initialized(required: bool | None) -> None:
 
 
 def check_accelerate() -> None:
-    """Refuse ranks that accelerate does not know of: each would train on all samples."""
+    """Raise ConfigError if accelerate counts one process for several ranks: each would train on all samples."""
     known: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     counts_one = getattr(known, "_shared_state", {}).get("backend", "not counted yet") is None
     size = world_size() if counts_one else 1
@@ -59,28 +59,28 @@ def check_accelerate() -> None:
 
 
 def get_rank(group: Any = None) -> int:
-    """This process's rank; 0 without a process group."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def get_world_size(group: Any = None) -> int:
-    """How many ranks there are; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def get_local_rank() -> int:
-    """This process among those on this machine."""
+    """Return the rank of this process among those on this machine."""
     launch = launch_of(os.environ)
     return 0 if launch is None else launch.local_rank
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The rank in the whole of the rank in a group."""
+    """Return the global rank of rank `group_rank` of a group."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
-_FOR_ITS_LOG = ("prof", "log_name", "debug")  # DeepSpeed's arguments of every collective
-_OTHER_NAMES = {"output_tensor": ("output",), "tensor": ("input_tensor", "input")}  # where it is of one flat tensor
+_FOR_ITS_LOG = ("prof", "log_name", "debug")  # further arguments of DeepSpeed's collectives, which are ignored
+_OTHER_NAMES = {"output_tensor": ("output",), "tensor": ("input_tensor", "input")}  # torch's names, by DeepSpeed's
 _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -109,14 +109,14 @@ _COLLECTIVES = (
 def _all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """torch's. It takes a tensor without dimensions with every backend; torch's refuses one with gloo."""
+    """As torch's, but with every backend also for a tensor without dimensions, which torch refuses with gloo."""
     if input_tensor.dim() == 0:
         input_tensor = input_tensor.view(1)
     return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 def _collective(name: str) -> Callable[..., Any]:
-    """torch's of this name, which also takes DeepSpeed's arguments."""
+    """Return torch's collective of this name, which also accepts DeepSpeed's arguments."""
     torchs = _all_gather_into_tensor if name == "all_gather_into_tensor" else getattr(dist, name)
     own = inspect.signature(torchs).parameters
 
@@ -134,24 +134,24 @@ def _collective(name: str) -> Callable[..., Any]:
 def inference_all_reduce(
     tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **for_its_log: Any
 ) -> Any:
-    """`all_reduce`."""
+    """Call `all_reduce`."""
     return dist.all_reduce(tensor, op, group, async_op)
 
 
 def allgather_fn(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False, **more: Any) -> Any:
-    """`all_gather_into_tensor`."""
+    """Call `all_gather_into_tensor`."""
     return _all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 def reduce_scatter_fn(
     output_tensor: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False, **more: Any
 ) -> Any:
-    """`reduce_scatter_tensor`."""
+    """Call `reduce_scatter_tensor`."""
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
 def reduce_scatter_coalesced(tensors: Sequence[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
-    """This rank's part of each tensor's mean over the ranks, flat, by one collective; the last parts may be shorter."""
+    """Return this rank's part of each tensor's mean over the ranks, flat. Last parts may be shorter. One collective."""
     count, rank = get_world_size(group), get_rank(group)
     lengths = [-(-tensor.numel() // count) for tensor in tensors]
     padded = [
@@ -169,7 +169,7 @@ def reduce_scatter_coalesced(tensors: Sequence[torch.Tensor], group: Any = None)
 
 
 def has_all_gather_into_tensor() -> bool:
-    """torch has it."""
+    """Return True: torch has it."""
     return True
 
 
@@ -177,27 +177,27 @@ has_reduce_scatter_tensor = has_all_gather_into_tensor
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The ranks in the whole of those in a group."""
+    """Return the global ranks of the members of a group."""
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def _get_sequence_parallel_rank() -> int:
-    """0: every rank has whole sequences."""
+    """Return 0: every rank has whole sequences."""
     return 0
 
 
 def _get_sequence_parallel_world_size() -> int:
-    """1, likewise."""
+    """Return 1: every rank has whole sequences."""
     return 1
 
 
 def of_torch(name: str) -> Any:
-    """What `torch.distributed` has of this name: all that `deepspeed.comm.torch` offers."""
+    """Return the attribute of `torch.distributed`: `deepspeed.comm.torch` offers all of them."""
     return getattr(dist, name)
 
 

@@ -21,11 +21,11 @@ from infinity.zero.ranks import world_size
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
-    """The norm that gradients are clipped to; 0 for none."""
+    """Return the norm that gradients are clipped to; 0 for no clipping."""
     return load_config({key: param_dict[key] for key in ("gradient_clipping",) if key in param_dict}).gradient_clipping
 
 
-# Attributes that give a key of the configuration, and what stands for it where it is not given.
+# Attributes that are keys of the configuration, and their defaults.
 KEYS: dict[str, Any] = {
     "dump_state": False,
     "gradient_predivide_factor": 1.0,
@@ -36,7 +36,7 @@ KEYS: dict[str, Any] = {
     "zero_allow_untested_optimizer": False,
     "zero_force_ds_cpu_optimizer": True,
 }
-# Attributes of what is refused in a configuration.
+# Attributes that are always False, because a configuration with their features is refused.
 OFF = (
     "curriculum_enabled_legacy",
     "data_efficiency_enabled",
@@ -50,7 +50,7 @@ OFF = (
 
 
 class DeepSpeedConfig:
-    """A configuration that is checked as `initialize` checks it."""
+    """A configuration with the checks of `initialize`."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         if mpu is not None or mesh_device is not None:
@@ -99,7 +99,7 @@ class DeepSpeedConfig:
         self.scheduler_params = None if scheduler is None else scheduler.params
 
     def _configure_train_batch_size(self) -> None:
-        """Find those of the three batch sizes that are None from the others, which must fit together."""
+        """Compute the batch sizes that are None from the others. Raise AssertedConfigError if they contradict."""
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if not given.keys() & set(names[:2]):
@@ -113,6 +113,6 @@ class DeepSpeedConfig:
 
 
 def _given(source: Mapping[str, Any], section: str, cls: type[BaseModel]) -> dict[str, Any]:
-    """What a section of the configuration says to DeepSpeed."""
+    """Return the values of a section that DeepSpeed's class has as fields."""
     values = source.get(section) or {}
     return {key: value for key, value in values.items() if key in cls.model_fields and value is not None}

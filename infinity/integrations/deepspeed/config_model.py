@@ -1,4 +1,4 @@
-"""DeepSpeed's base of configuration sections: pydantic's model with "auto" left out and deprecated names taken over."""
+"""DeepSpeed's base class of configuration sections: a pydantic model that drops "auto" and renames deprecated keys."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from infinity.integrations.deepspeed.misuse import AssertedConfigError
 class DeepSpeedConfigModel(BaseModel):
     """A section whose unknown keys are errors.
 
-    A field with `json_schema_extra={"deprecated": True, "new_param": name}` hands its value to the field of that name,
-    through `new_param_fn` if there is one, unless `set_new_param` is false.
+    The value of a field with `json_schema_extra={"deprecated": True, "new_param": name}` is set for the field of that
+    name, converted by `new_param_fn` if given, unless `set_new_param` is false.
 
     Args:
-        strict: take "auto" as a value; by default such keys are left to their defaults.
+        strict: accept "auto" as a value. By default, keys with "auto" get their defaults.
 
     Raises:
         AssertedConfigError: a deprecated name is given together with the one that has replaced it.
@@ -39,7 +39,7 @@ class DeepSpeedConfigModel(BaseModel):
 
 
 def _renamed(section: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under the names that are no longer, or not yet, deprecated."""
+    """Return the values with deprecated names replaced by the new ones."""
     values = dict(given)
     for old, field in section.model_fields.items():
         facts = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}

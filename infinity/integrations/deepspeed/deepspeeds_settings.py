@@ -1,8 +1,8 @@
-"""Attributes of DeepSpeed's engine and optimizers that a script may set, and that nothing here would read.
+"""Check attributes of DeepSpeed's engine and optimizers that a script sets, and that nothing here reads.
 
-An attribute of a script's own is the script's affair. One of DeepSpeed's that is not here would be set without a word
-and do nothing: where training would be another without it, it is refused; where it says how the work is done, a warning
-says that it has no effect.
+Without the check, such an attribute would be set and silently do nothing. If it would change the training in DeepSpeed,
+it is refused. If it only selects how the work is done, a warning says that it has no effect. A script may set any other
+attribute for its own use.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _warned: set[str] = set()
 
 
 def check_setting(owner: type, called: str, name: str) -> None:
-    """Before an attribute of an engine or optimizer is set: its class has it, or it is none of DeepSpeed's.
+    """Check an attribute of an engine or optimizer before it is set.
 
     Args:
         called: `engine` or `optimizer`, for messages.
 
     Raises:
-        ConfigError: it is one that would change the training there and not here.
+        ConfigError: the attribute would change the training in DeepSpeed, but not here.
     """
     if name not in _OTHERWISE and name not in _WITHOUT_EFFECT:
         return
@@ -87,7 +87,7 @@ def check_setting(owner: type, called: str, name: str) -> None:
     if isinstance(own, property) and own.fset is not None:
         return
     if name in _OTHERWISE:
-        raise ConfigError(f"{called}.{name} cannot be set, for nothing would read it: {_OTHERWISE[name]}")
+        raise ConfigError(f"{called}.{name} cannot be set, because nothing would read it: {_OTHERWISE[name]}")
     if name not in _warned:
         _warned.add(name)
         _log.warning("%s.%s is set, which has no effect here: see docs/migration-from-deepspeed.md", called, name)

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`, and the engine with what scripts and Hugging Face's libraries call on it."""
+"""`deepspeed.initialize`, and an engine with the methods that scripts and Hugging Face's libraries call."""
 
 from __future__ import annotations
 
@@ -36,20 +36,18 @@ from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.leaf_modules import get_z3_leaf_modules
 from infinity.zero.param_access import owner_of
 
-_UNSYNCHRONISED = SimpleNamespace(
-    enabled=True, synchronized=False
-)  # a step waits for the device no more than it has to
+_UNSYNCHRONISED = SimpleNamespace(enabled=True, synchronized=False)  # a wait for the device would slow each step down
 
 
 class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
-    """An engine that is a module around the model, whose parameters are the model's own.
+    """An engine that is an `nn.Module` around the model. Its parameters are the model's own.
 
     Attributes:
-        timers: clocks for the script's own parts; `stats()` has what is measured here.
+        timers: clocks for the script's own measurements; `stats()` has those of the engine.
         tput_timer: samples per second, in host time from forward to `step()`.
     """
 
-    __call__ = nn.Module.__call__  # with the hooks that libraries register
+    __call__ = nn.Module.__call__  # runs the hooks that libraries register
 
     def __init__(self, *args: Any) -> None:
         nn.Module.__init__(self)
@@ -79,25 +77,25 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The model's, with the newest values; all ranks call this together."""
+        """Return the model's state dict, with the newest values. All ranks call this together."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """Load a state dict into the model."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The model's parameters; at stage 3 they have values in `zero.GatheredParameters` only."""
+        """Yield the model's parameters. At stage 3 they have values only in `zero.GatheredParameters`."""
         return self.module.parameters(recurse)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with their names."""
+        """Yield (name, parameter) of the model's parameters."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True, *, retain_graph: bool = False) -> torch.Tensor:
-        """As the engine's; `retain_graph` changes nothing, for the pass that comes is told itself.
+        """As the engine's. `retain_graph` has no effect: give it to the `backward()` of the result.
 
         Raises:
             AssertedConfigError: `loss` is not one number that has a gradient.
@@ -131,7 +129,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         """As the engine's.
 
         Raises:
-            AssertedError: steps end elsewhere, or gradients of several passes have no room.
+            AssertedError: every `step()` ends a step, or no memory is reserved for gradients of several passes.
         """
         try:
             super().set_gradient_accumulation_boundary(is_boundary)
@@ -145,7 +143,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         return super().forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """As the engine's; returns the loss as it was divided by the gradient accumulation steps, in its own dtype."""
+        """As the engine's, but return the loss divided by the gradient accumulation steps, in its own dtype."""
         super().backward(loss, retain_graph, scale_wrt_gas)
         steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         return loss if steps == 1 else loss / steps
@@ -155,7 +153,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
 
         Raises:
             AssertedError: inside `no_sync`.
-            ConfigError: `lr_kwargs` is given, for the schedule's own step.
+            ConfigError: `lr_kwargs`, the arguments for the schedule's step, is given.
         """
         if lr_kwargs:
             raise ConfigError("engine.step(lr_kwargs=...) is not supported: step such a schedule in the training loop")
@@ -169,35 +167,35 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         self.tput_timer.stop(global_step=at_boundary)
 
     def loss_scale(self) -> float:  # type: ignore[override]
-        """As the configuration has it: 0 where it follows the gradients, and `optimizer.cur_scale` has it."""
+        """Return the configured scale: 0 for a dynamic one, whose present value is `optimizer.cur_scale`."""
         fp16 = self.config.fp16
         return 0.0 if fp16 is None else fp16.loss_scale
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """`optimizer.optimizer`; None where nothing is trained."""
+        """`optimizer.optimizer`; None if nothing is trained."""
         return self.optimizer.optimizer if self._trains and isinstance(self.optimizer, NamedOptimizer) else None
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """None: sparse gradients are made dense."""
+        """An empty set: sparse gradients are made dense."""
         return set()
 
     @property
     def training_dataloader(self) -> Any:
-        """What `initialize` has made of `training_data`."""
+        """The data loader that `initialize` has made for `training_data`."""
         return self._training_dataloader
 
     @property
     def data_parallel_group(self) -> Any:
-        """The process group of all ranks; None where there is none."""
+        """The process group of all ranks; None if there is none."""
         return get_world_group() if dist.is_initialized() else None
 
     seq_data_parallel_group = data_parallel_group
 
     @property
     def mp_world_size(self) -> int:
-        """Parts that the model is divided into."""
+        """The number of parts that the model is divided into."""
         return self._runtime.parts.ranks.size
 
     @property
@@ -206,18 +204,19 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         return False
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing: backward passes have done so by their end."""
+        """Do nothing: backward passes have reduced the gradients."""
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **more: Any) -> None:
-        """Take over the model's values, as `checkpoint["module"]` has them by name; all ranks call this together.
+        """Load the model's values from `checkpoint["module"]`, by name. All ranks call this together.
 
         Raises:
-            ConfigError: there is more to it than that.
+            ConfigError: another argument is given.
         """
-        asked = [name for name, value in more.items() if value and name != "fetch_z3_params"]
-        if asked:
+        unsupported = [name for name, value in more.items() if value and name != "fetch_z3_params"]
+        if unsupported:
             raise ConfigError(
-                f"load_module_state_dict({asked[0]}=...) is not supported: change parameters in zero.GatheredParameters"
+                f"load_module_state_dict({unsupported[0]}=...) is not supported: change parameters in "
+                "zero.GatheredParameters"
             )
         self.module.load_state_dict(checkpoint["module"], strict)
 
@@ -232,7 +231,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As the engine's; returns True.
+        """As the engine's, but return True.
 
         Raises:
             AssertedConfigError: `save_dir` is empty, or the tag is not the same on all ranks.
@@ -241,7 +240,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
             super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         except ConfigError as error:
             raise AssertedConfigError(str(error)) from error
-        self._session.unclaim()  # scripts go on in the directory with another engine, and never close one
+        self._session.unclaim()  # scripts never close an engine, and continue in the directory with another one
         if self.global_rank == 0:
             (Path(save_dir) / SCRIPT_NAME).write_text(SCRIPT, encoding="utf-8")
         return True
@@ -279,7 +278,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As the engine's, into one file; returns True."""
+        """As the engine's, but write one file, and return True."""
         self._session.export(
             save_dir,
             super().named_parameters(),
@@ -298,7 +297,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """The newest values by name, on all ranks; all of them call this together. They are copies in any case."""
+        """Return copies of the newest values by name, on all ranks. All ranks call this together."""
         every = self.module.named_parameters(remove_duplicate=False)
         frozen = {name for name, param in every if not param.requires_grad}
         state = self.module.state_dict()
@@ -311,7 +310,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """The newest values by name, in host memory of rank 0; None on the others, which call this together with it."""
+        """Return the newest values by name on rank 0, in host memory; None on other ranks. All ranks call this."""
         keeps = self.global_rank == 0
         found = {name: value for name, value in super().named_parameters() if keeps}
         if not keeps:
@@ -328,7 +327,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
 
 
 def _without_optimizer(config: Any) -> Any:
-    """The configuration of a script that gives an optimizer itself, which counts then."""
+    """Return the configuration without its optimizer section, because the script gives an optimizer."""
     if config is None or isinstance(config, Config):
         return config
     values = with_values(config, {})
@@ -339,10 +338,10 @@ def _without_optimizer(config: Any) -> Any:
 
 
 def _take_back(model: nn.Module | None) -> None:
-    """End the engine that the model has: a script that goes on with another one has given this up.
+    """End the model's present engine, if it has one: a script that calls `initialize` again has given it up.
 
     Raises:
-        InfinityError: it trains, and memory does not hold the values, or a step is under way.
+        InfinityError: the engine trains, and the values do not fit in memory or a step is running.
     """
     param = None if model is None else next(model.parameters(), None)
     found = None if param is None else owner_of(param)
@@ -359,10 +358,10 @@ _TAKEN_OVER: tuple[type, ...] = (AdamW, *(cls for kind in KINDS for cls in kind.
 
 
 def get_state_devices(engine: Engine, state: Any) -> set[torch.device]:
-    """Where a kind of states is, as torch names it: in host memory, where the processor computes.
+    """Return the devices with states of a kind: host memory, if the model computes on the CPU.
 
     Raises:
-        InfinityError: the model computes on a device, which has some of a kind and not all.
+        InfinityError: the model computes on a device, which may have only some of these states.
     """
     if engine.device.type != "cpu":
         raise InfinityError("get_state_devices: states are in several tiers at a time; see engine.stats()")
@@ -370,8 +369,8 @@ def get_state_devices(engine: Engine, state: Any) -> set[torch.device]:
 
 
 def _as_in_deepspeed(config: Config) -> Config:
-    """Masters begin as DeepSpeed's do. Where nothing is offloaded, gradients stay until `step()`: scripts read and
-    change them there."""
+    """Return the configuration with DeepSpeed's initial masters. If optimizer states are not offloaded, gradients are
+    kept until `step()`, because scripts read and change them before."""
     return replace(config, rounds_masters=True, keeps_gradients=config.zero.offload_optimizer.device == "none")
 
 
@@ -390,11 +389,11 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, TieredOptimizer | None, Any | None, Any | None]:
-    """`infinity.initialize`, which as DeepSpeed's initialises `torch.distributed` unless it must not.
+    """Call `infinity.initialize`. As in DeepSpeed, initialise `torch.distributed` unless `dist_init_required` is False.
 
     Raises:
-        AssertedConfigError: there is no model, the optimizer is none that can be taken over, or a scheduler comes
-            without its optimizer.
+        AssertedConfigError: there is no model, the optimizer is not supported, or a scheduler is given without its
+            optimizer.
     """
     if model is None and not isinstance(args, nn.Module):
         raise AssertedConfigError("deepspeed.initialize requires a model")
@@ -432,7 +431,7 @@ def initialize(
         adapt=_as_in_deepspeed,
     )
     assert isinstance(engine, DeepSpeedEngine)
-    log_dist(f"DeepSpeed info: in its place is infinity {__version__}")  # so its logs begin, which tools look for
+    log_dist(f"DeepSpeed info: in its place is infinity {__version__}")  # tools look for this beginning of the logs
     engine._training_dataloader = dataloader
     engine._trains = tiered is not None
     if engine.zero_optimization_partition_weights():

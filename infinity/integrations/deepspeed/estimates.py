@@ -1,12 +1,13 @@
-"""DeepSpeed's estimates of what the model's states need in 16-bit training with Adam, under its names.
+"""DeepSpeed's estimates of the memory for the model's states in 16-bit training with Adam, under its names.
 
-The figures are DeepSpeed's, for its engine with a GPU for each rank: they tell which of its configurations fit. What
-this engine will use is `infinity plan`, which also knows NVMe, state formats and budgets.
+The figures are those of DeepSpeed's engine, with a GPU for each rank: they show which of its configurations fit. The
+figures of this engine come from `infinity plan`, which also knows NVMe, state formats and budgets.
 
 [Note: bytes of a parameter]
 Rajbhandari et al., arXiv 1910.02054, section 3.1, as DeepSpeed counts them: 2 for the weight, 2 for the gradient, 4 for
 the gradient in fp32, 4 for the master and 8 for both moments. Host bytes are multiplied by `additional_buffer_factor`
-for pinned buffers and fragmentation. A model that is not built under `zero.Init` is on the host once a rank, in fp32.
+for pinned buffers and fragmentation. If the model is not built under `zero.Init`, each rank has a copy on the host, in
+fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 _WEIGHT = 2
 _WEIGHT_FP32 = 4
-_OPTIMIZER = 16  # all of [Note: bytes of a parameter] but the weight
+_OPTIMIZER = 16  # the sum of [Note: bytes of a parameter] without the weight
 _ALL = _WEIGHT + _OPTIMIZER
 
 
@@ -45,7 +46,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """(Host bytes of one node, bytes of one GPU) under stage 2; `cpu_offload` is of the optimizer states.
+    """Return (host bytes of one node, bytes of one GPU) under stage 2; `cpu_offload` offloads the optimizer states.
 
     Source: DeepSpeed, the function of this name in `runtime/zero/stage_1_and_2.py`.
     """
@@ -95,10 +96,10 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """(Host bytes of one node, bytes of one GPU, of which the largest layer's) under stage 3.
+    """Return (host bytes of one node, bytes of one GPU, the largest layer's part of these) under stage 3.
 
     Args:
-        cpu_offload: offload optimizer states; `cpu_offload_params` counts only with it.
+        cpu_offload: offload optimizer states; `cpu_offload_params` has an effect only with it.
         zero_init: the model is built under `zero.Init`.
 
     Source: DeepSpeed, the function of this name in `runtime/zero/stage3.py`.
@@ -136,7 +137,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     """Print, and return, the needs of a model under stage 3 with each choice of offload and construction.
 
     Args:
-        largest_layer_params: parameters directly in one module, of the module that has most.
+        largest_layer_params: number of parameters of the largest module, without its submodules.
     """
     rows = []
     for optimizer, params in ((True, True), (True, False), (False, False)):
@@ -160,11 +161,11 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     return rows
 
 
-# Words #
+# Output #
 
 
 def _total_params(model: nn.Module) -> int:
-    """Tied parameters count once, also where they are two objects on one storage."""
+    """Return the number of elements. Tied parameters count once, also if they are two objects on one storage."""
     return sum({param.data_ptr() or id(param): param.numel() for param in model.parameters()}.values())
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's questions about its mixture-of-experts layers, of which there are none here."""
+"""DeepSpeed's functions about its mixture-of-experts layers, which infinity does not have."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from infinity.errors import ConfigError
 
 
 def is_moe_param(param: nn.Parameter) -> bool:
-    """The parameter belongs to an expert of DeepSpeed's layer, whose mark this is."""
+    """Whether the parameter is marked as one of an expert in DeepSpeed's layer."""
     return not getattr(param, "allreduce", True)
 
 
 def is_moe_param_group(group: Mapping[str, Any]) -> bool:
-    """The group is of such parameters."""
+    """Whether the group is marked as one of experts' parameters."""
     return bool(group.get("moe", False))
 
 
 def has_moe_layers(model: nn.Module) -> tuple[bool, int]:
-    """Whether the model has such layers, and of how many experts: it has none."""
+    """Return (False, 0): the model has no such layers, and no experts in them."""
     return False, 0
 
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Iterable[Mapping[str, Any]], max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
-    """The groups as they are, in which no parameter may be an expert's: there are none to part from the others."""
+    """Return the groups unchanged. Raise ConfigError if a parameter is marked as one of an expert."""
     groups = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
     taken = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Makes the modules of the table in `namespace.py` as they are imported: below `deepspeed`, and below `infinity`."""
+"""Make the modules of the table in `namespace.py` when they are imported, below `deepspeed` and below `infinity`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from infinity.integrations.deepspeed.refused import refused, refused_class
 
 
 class Finder(MetaPathFinder):
-    """Finds the modules of the table below packages, the roots, that have asked for it.
+    """Finds the modules of the table below the packages that were given to `serve`, the roots.
 
-    It comes last, and only below a root or a module that it has found: `infinity.zero` has files, and another package
-    `deepspeed` has modules of its own.
+    It is the last finder, and only finds modules below a root or below a module that it has found: `infinity.zero` has
+    files, and another package `deepspeed` has its own modules.
     """
 
     def __init__(self) -> None:
         self._roots: dict[str, ModuleType] = {}
 
     def serve(self, root: ModuleType) -> None:
-        """Have the modules of the table below a package."""
+        """Find the modules of the table below this package, too."""
         self._roots[root.__name__] = root
         if self not in sys.meta_path:
             sys.meta_path.append(self)
@@ -42,7 +42,7 @@ class Finder(MetaPathFinder):
         return ModuleSpec(fullname, Maker(root, name), origin=origin, is_package=row.is_package)
 
     def _found(self, parent: str) -> bool:
-        """It is a root, or a module that this has found."""
+        """Whether the parent is a root, or a module that this finder has found."""
         module = sys.modules.get(parent)
         if module is None:
             return False
@@ -53,8 +53,8 @@ class Maker(Loader):
     """Makes one module.
 
     Args:
-        root: of the modules among which it is.
-        name: in the table.
+        root: name of the package below which the module is.
+        name: name of the module in the table.
     """
 
     def __init__(self, root: str, name: str) -> None:
@@ -64,14 +64,14 @@ class Maker(Loader):
         fill(module, self._root, self._name)
 
     def get_code(self, fullname: str) -> CodeType:
-        """What `python -m` runs: the function `main`, if the module offers one."""
+        """Return the code that `python -m` runs: a call of the function `main`, if the module offers one."""
         home = MODULES[self._name].names.get("main")
         program = "" if home is None else f"from importlib import import_module\nimport_module({fullname!r}).main()"
         return compile(program, f"<{fullname}>", "exec")
 
 
 def fill(module: ModuleType, root: str, name: str) -> None:
-    """Put into a module what the table says; an ImportError for one that is not supported."""
+    """Set the attributes of a module as in the table. Raise ImportError for a module that is not supported."""
     row = MODULES[name]
     if row.instead:
         raise ImportError(f"deepspeed.{name} is not supported by infinity: {row.instead}")

@@ -1,4 +1,4 @@
-"""The calls that a training script begins with, under DeepSpeed's names and in its order of arguments."""
+"""The first calls of a training script, with DeepSpeed's names and order of arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from infinity.zero.ranks import join_ranks
 
 OptimizerOrFactory = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
 
-_BACKENDS = (None, "gloo", "nccl", "xccl", "hccl", "cncl")  # torch's own for a kind of device, which join_ranks chooses
+_BACKENDS = (None, "gloo", "nccl", "xccl", "hccl", "cncl")  # torch's backends; join_ranks chooses the device's
 
 
 def initialize(
@@ -89,9 +89,9 @@ def initialize(
         (engine, optimizer or None, dataloader or None, lr_scheduler or None)
 
     Raises:
-        ConfigError: a key, value or combination that cannot work, by name.
-        CapacityError: a memory budget that is too small, with the number that is needed.
-        StorageError: an nvme path that cannot be used.
+        ConfigError: a key, value or combination cannot work. The message names it.
+        CapacityError: a memory budget is too small. The message has the number that is needed.
+        StorageError: an NVMe path cannot be used.
         RankError: another rank has failed.
     """
     if isinstance(args, nn.Module):  # initialize(model, config)
@@ -108,7 +108,7 @@ def initialize(
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer) and isinstance(model, nn.Module):
         optimizer = _made(optimizer, model, model_parameters)
     made = set_up(
-        model,  # type: ignore[arg-type]  # it is looked at there
+        model,  # type: ignore[arg-type]  # checked there
         source,
         model_parameters,
         optimizer,  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def initialize(
 def _made(
     factory: Callable[[list[Any]], Any], model: nn.Module, parameters: ParamsOrGroups | None
 ) -> torch.optim.Optimizer:
-    """The optimizer that a callable makes."""
+    """Return the optimizer that the callable makes."""
     if parameters is None:
         parameters = [param for param in model.parameters() if param.requires_grad]
     made = factory(list(parameters))
@@ -142,7 +142,7 @@ def _made(
 
 
 def _configuration(args: Any, config: Any, config_params: Any) -> Any:
-    """The configuration, wherever it was given; None if it was not."""
+    """Return the configuration from the arguments; None if it is not given."""
     of_args = None if isinstance(args, Mapping) else getattr(args, "deepspeed_config", None)
     return _one_of({"config": config, "config_params": config_params, "args.deepspeed_config": of_args})
 
@@ -176,8 +176,8 @@ def init_distributed(
         init_method, rank, world_size: as torch's `init_process_group` takes them, in place of the launcher's.
 
     Raises:
-        ConfigError: the environment is half of a launcher's, or the backend is none of torch's.
-        RankError: not all ranks came.
+        ConfigError: variables of the launcher are missing in the environment, or the backend is not one of torch.
+        RankError: not all ranks have joined in time.
     """
     if dist_init_required is False or dist.is_initialized():
         return

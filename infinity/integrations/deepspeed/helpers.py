@@ -1,4 +1,4 @@
-"""Small things that scripts import: most of `deepspeed.runtime.utils`, beside norms."""
+"""Small functions that scripts import: most of `deepspeed.runtime.utils`, without norms."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ noop_context = nullcontext
 
 
 def is_compile_supported() -> bool:
-    """torch has it."""
+    """Return True: torch has it."""
     return True
 
 
 def noop_decorator(func: Decorated) -> Decorated:
-    """The function itself."""
+    """Return the function itself."""
     return func
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the directory that the file is to be in."""
+    """Make the directory of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
 def set_random_seed(seed: int) -> None:
-    """Of Python's, numpy's and torch's generators."""
+    """Set the seed of Python's, numpy's and torch's generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """The tensors in lists, tuples and mappings, moved; those alone for which `criterion_func` holds, if given."""
+    """Move tensors in lists, tuples and mappings to a device; if given, only those that `criterion_func` accepts."""
     return _mapped(item, criterion_func, lambda tensor: tensor.to(device))
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """The same as copies, whose gradients do not reach the originals."""
+    """As `move_to_device`, but with detached copies."""
     return _mapped(item, criterion_func, lambda tensor: tensor.detach().clone().to(device))
 
 
@@ -64,13 +64,13 @@ def _mapped(item: Any, criterion: Callable[[Any], bool] | None, move: Callable[[
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as it is written."""
+    """Return the text of a call."""
     parts = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
     return f"{base}({', '.join(parts)})"
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """What all of them are; refused if they are not the same."""
+    """Return the single value of all items. Raise ConfigError if they differ."""
     found = set(items)
     if len(found) != 1:
         raise ConfigError(f"get_only_unique_item: there are {len(found)} different ones in {items}")
@@ -78,7 +78,7 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where parts that are as long as one another begin, and the last one ends; the first take what is left over."""
+    """Return the first items of parts of equal size, and the end of the last. The first parts take the remainder."""
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     length, more = divmod(num_items, num_parts)
@@ -86,7 +86,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Bytes of the tensors in lists, tuples and mappings."""
+    """Return the bytes of the tensors in lists, tuples and mappings."""
     if isinstance(item, torch.Tensor):
         return item.nbytes
     if isinstance(item, Mapping):
@@ -95,7 +95,7 @@ def get_tensor_bytes(item: Any) -> int:
 
 
 def count_used_parameters_in_backward(parameters: Iterable[nn.Parameter]) -> int:
-    """Of these, how many the running backward pass will reach; refused outside of one."""
+    """Return how many of the parameters the running backward pass will reach. Raise InfinityError outside of one."""
     if torch._C._current_graph_task_id() == -1:
         raise InfinityError("count_used_parameters_in_backward: call it in a hook, while a backward pass is running")
     with torch.enable_grad():
@@ -105,20 +105,20 @@ def count_used_parameters_in_backward(parameters: Iterable[nn.Parameter]) -> int
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Log what the process, and torch on its device, hold now; on all ranks by default."""
+    """Log the memory of the process, and of torch on its device; on all ranks by default."""
     log_dist(f"{msg}: {memory_line()}", [print_rank])
 
 
 def empty_cache() -> None:
-    """Of torch's allocator on the device."""
+    """Empty the cache of torch's allocator on the device."""
     get_accelerator().empty_cache()
 
 
-# Around data and checkpoints #
+# Data and checkpoints #
 
 
 class RepeatingLoader:
-    """Goes through a data loader again and again."""
+    """Iterates over a data loader repeatedly, without an end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -136,7 +136,7 @@ class RepeatingLoader:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """The same with every tensor copied, in mappings, lists and tuples, so that none brings more than itself."""
+    """Copy every tensor in mappings, lists and tuples, because `torch.save` would save the whole storage of a view."""
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, Mapping):
@@ -147,7 +147,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The dense tensors of each floating-point dtype, which one collective can take; no list for a dtype of none."""
+    """Group the dense tensors by floating-point dtype, for one collective each. There are no empty groups."""
     dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
     dtypes = (torch.half, torch.float, torch.double, torch.bfloat16)
     buckets = [[tensor for tensor in dense if tensor.dtype is dtype] for dtype in dtypes]

@@ -1,4 +1,4 @@
-"""What DeepSpeed's accelerator has where the processor computes: torch's random state, and the process's memory.
+"""Attributes of DeepSpeed's accelerator if the CPU computes: torch's random state, and the process's memory.
 
 Memory that is "allocated" or "reserved" is the resident memory of this process, as in DeepSpeed.
 """
@@ -22,41 +22,41 @@ initial_seed = torch.initial_seed
 
 
 def default_generator(device_index: int | None = None) -> torch.Generator:
-    """The one that torch draws from."""
+    """Return torch's default generator."""
     return torch.default_generator
 
 
 def random() -> Any:
-    """torch's module of that name."""
+    """Return the module `torch.random`."""
     return torch.random
 
 
 def get_rss() -> int:
-    """Resident bytes of the process; the most of them that a call of this has seen is kept."""
+    """Return the resident bytes of the process, and update their peak."""
     resident = int(psutil.Process().memory_info().rss)
     _peak_bytes[0] = max(_peak_bytes[0], resident)
     return resident
 
 
 def reset_rss() -> int:
-    """Forget that most; the bytes now."""
+    """Reset the peak, and return the resident bytes."""
     _peak_bytes[0] = 0
     return get_rss()
 
 
 def memory_allocated(device_index: int | None = None) -> int:
-    """Resident bytes of the process."""
+    """Return the resident bytes of the process."""
     return get_rss()
 
 
 def max_memory_allocated(device_index: int | None = None) -> int:
-    """The most of them that was looked at."""
+    """Return the peak of the resident bytes that any call here has seen."""
     get_rss()
     return _peak_bytes[0]
 
 
 def reset_max_memory_allocated(device_index: int | None = None) -> None:
-    """Forget that most."""
+    """Reset the peak."""
     reset_rss()
 
 
@@ -66,24 +66,24 @@ reset_max_memory_cached = reset_peak_memory_stats = reset_max_memory_allocated
 
 
 def memory_stats(device_index: int | None = None) -> dict[str, int]:
-    """The same under torch's names."""
+    """Return the resident bytes and their peak under torch's names."""
     most = max_memory_allocated()
     now = get_rss()
     return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": most}
 
 
 def total_memory(device_index: int | None = None) -> int:
-    """Bytes of the machine."""
+    """Return the bytes of the machine's memory."""
     return int(psutil.virtual_memory().total)
 
 
 def available_memory(device_index: int | None = None) -> int:
-    """Of them, what is free or can be freed."""
+    """Return the bytes of the machine's memory that are free or can be freed."""
     return int(psutil.virtual_memory().available)
 
 
 def use_host_timers() -> bool:
-    """True: a call is over when it returns."""
+    """Return True: the CPU has finished when a call returns."""
     return True
 
 
@@ -91,41 +91,41 @@ resolves_data_dependency = handles_memory_backpressure = use_host_timers
 
 
 def range_push(message: str) -> None:
-    """Nothing: there is no profiler of a device."""
+    """Do nothing: there is no profiler of a device."""
 
 
 def range_pop() -> None:
-    """Nothing, as above."""
+    """Do nothing: there is no profiler of a device."""
 
 
 def lazy_call(callback: Callable[[], Any]) -> Any:
-    """Call it: there is no device to wait for."""
+    """Call it at once: there is no device to initialise."""
     return callback()
 
 
 def is_triton_supported() -> bool:
-    """False, on a processor."""
+    """Return False on the CPU."""
     return False
 
 
 def visible_devices_envs() -> list[str]:
-    """Variables of the environment that say which devices a process sees."""
+    """Return the names of the environment variables that set which devices a process sees."""
     return ["CUDA_VISIBLE_DEVICES"]
 
 
 def set_visible_devices_envs(current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
-    """Set them."""
+    """Set the variables of `visible_devices_envs`."""
     for name in visible_devices_envs():
         current_env[name] = ",".join(map(str, local_accelerator_ids))
 
 
 def get_compile_backend() -> str:
-    """Of torch.compile."""
+    """Return the backend of torch.compile."""
     return "inductor"
 
 
 def set_compile_backend(backend: str) -> None:
-    """Nothing, where it is that one; any other is refused."""
+    """Raise ConfigError unless this is the present backend."""
     if backend != get_compile_backend():
         raise ConfigError(f"set_compile_backend({backend!r}): name the backend where you call torch.compile")
 

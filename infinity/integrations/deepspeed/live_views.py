@@ -1,9 +1,9 @@
-"""Flat tensors that scripts read off a parameter or an optimizer, whose values are in the tiers.
+"""Flat tensors of a parameter or an optimizer that scripts read, and whose values are in the tiers.
 
 [Note: live views]
-DeepSpeed keeps this rank's part of masters and gradients in flat tensors, and scripts find them by name. Here such a
-tensor has a size and no memory: every use of it reads the newest values, so that none is ever old, and what would
-change it is refused, since the tiers would not see it. What a use gives is an ordinary tensor.
+DeepSpeed keeps this rank's part of masters and gradients in flat tensors, which scripts access by name. Here such a
+tensor has a size but no memory: every operation on it reads the newest values from the tiers, and returns an ordinary
+tensor. An operation that would change it is refused, because the change would not reach the tiers.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from infinity.zero.partition import Partition
 from infinity.zero.ranks import join_ranks, world_size
 
 Read = Callable[[], torch.Tensor]
-Part = Callable[[nn.Parameter, int], torch.Tensor | None]  # of a parameter, by it and the elements of the part
+Part = Callable[[nn.Parameter, int], torch.Tensor | None]  # (parameter, number of elements): returns this rank's part
 _CPU = torch.device("cpu")
 
 
 class LiveView(torch.Tensor):
-    """Values that are read as they are used, see [Note: live views].
+    """A tensor whose values are read when they are used, see [Note: live views].
 
     Args:
-        name: what it is, for messages.
-        shape, dtype, device: of the values; a number is the length of a flat tensor.
-        read: gives them; all ranks call it together where parameters are divided.
+        name: name of the tensor, for messages.
+        shape, dtype, device: properties of the values. An int is the length of a flat tensor.
+        read: returns the values. All ranks call it together if parameters are divided.
 
     Attributes:
-        parameters: whose masters it has, one behind the other, so that their moments are found by it.
+        parameters: the parameters whose masters the tensor concatenates, to find their moments.
     """
 
     parameters: tuple[nn.Parameter, ...] = ()
@@ -81,11 +81,11 @@ class LiveView(torch.Tensor):
         return func(*tree_map(_newest, args), **tree_map(_newest, kwargs))
 
     def newest(self) -> torch.Tensor:
-        """A copy of the values.
+        """Return a copy of the values.
 
         Raises:
-            InfinityError: the engine that had them is closed, or in the middle of a pass.
-            CapacityError: memory does not hold them; no budget counts them.
+            InfinityError: their engine is closed, or in the middle of a pass.
+            CapacityError: they do not fit in the free host memory. No budget includes them.
         """
         nbytes, free = self.numel() * 4, free_bytes(_CPU)
         if nbytes > free:
@@ -111,7 +111,7 @@ def _newest(value: Any) -> Any:
 
 
 def part_numel(param: nn.Parameter, partition: Partition) -> int:
-    """Elements of the parameter in this rank's shard; all of them where no engine has it."""
+    """Return the number of the parameter's elements in this rank's shard; all of them if it has no engine."""
     found = owner_of(param)
     if found is None:
         return param.numel()
@@ -120,7 +120,7 @@ def part_numel(param: nn.Parameter, partition: Partition) -> int:
 
 
 def part_of_values(param: nn.Parameter, numel: int) -> LiveView:
-    """This rank's part of a parameter, in its dtype; the view keeps no parameter alive."""
+    """Return this rank's part of a parameter, in its dtype. The view does not keep the parameter alive."""
     reference = weakref.ref(param)
 
     def read() -> torch.Tensor:
@@ -134,7 +134,7 @@ def part_of_values(param: nn.Parameter, numel: int) -> LiveView:
 
 
 class _BuiltPart(LiveView):
-    """Of a parameter that no engine has yet. A copy of it asks no other rank: it has this rank's own values."""
+    """A part of a parameter that has no engine yet. A copy has this rank's own values, and needs no other rank."""
 
     own: Read
 
@@ -146,10 +146,10 @@ class _BuiltPart(LiveView):
 
 
 def part_of_built(param: nn.Parameter) -> LiveView:
-    """This rank's part of a parameter of `zero.Init` that no engine has yet, of rank 0's values, which count.
+    """Return this rank's part of a parameter of `zero.Init` that has no engine yet. The values are rank 0's.
 
-    Parts are of one length, with 0 behind the last element. All ranks read it together; the view keeps no parameter
-    alive.
+    All parts have the same length; the last is padded with 0. All ranks read it together. The view does not keep the
+    parameter alive.
     """
     reference, size = weakref.ref(param), world_size()
     rank, numel = dist.get_rank() if size > 1 else 0, -(-param.numel() // size)
@@ -170,7 +170,7 @@ def part_of_built(param: nn.Parameter) -> LiveView:
 
 
 def flat_values(name: str, params: Iterable[nn.Parameter]) -> LiveView:
-    """These parameters themselves, in the dtype that they compute in, one behind the other."""
+    """Return the values of the parameters, concatenated, in the compute dtype."""
     given = list(params)
     first = given[0] if given else torch.empty(0)
 
@@ -182,7 +182,7 @@ def flat_values(name: str, params: Iterable[nn.Parameter]) -> LiveView:
 
 
 def flat_masters(name: str, params: Iterable[nn.Parameter]) -> LiveView:
-    """This rank's parts of the float32 masters of these parameters, one behind the other."""
+    """Return this rank's parts of the float32 masters of the parameters, concatenated."""
     given = tuple(params)
     view = _flat(name, given, lambda param, numel: safe_get_local_fp32_param(param))
     view.parameters = given
@@ -190,7 +190,7 @@ def flat_masters(name: str, params: Iterable[nn.Parameter]) -> LiveView:
 
 
 def moments(of: torch.Tensor) -> dict[str, LiveView]:
-    """The moments of a parameter, in its shape, or of a flat tensor of masters, to look at, by name; none of others."""
+    """Return the moments of a parameter, or of a flat tensor of masters, as views by name; none for other tensors."""
     if isinstance(of, LiveView):
         return {
             name: _flat(f"optimizer.state[...][{name!r}]", of.parameters, partial(_local_moment, name))
@@ -218,7 +218,7 @@ def _moment(param: nn.Parameter, name: str) -> LiveView:
 
 
 def flat_gradients(name: str, params: Iterable[nn.Parameter]) -> LiveView:
-    """This rank's parts of their gradients so far in this step, in float32 without the loss scale; 0 for none."""
+    """Return this rank's parts of the gradients so far in this step, in float32 without the loss scale; 0 for none."""
 
     def gradient(param: nn.Parameter, numel: int) -> torch.Tensor:
         grad = safe_get_local_grad(param)

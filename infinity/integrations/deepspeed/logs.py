@@ -14,7 +14,7 @@ from infinity.integrations.deepspeed.comm import get_rank
 
 logger = logging.getLogger("deepspeed")
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_told: set[tuple[Any, ...]] = set()
+_logged: set[tuple[Any, ...]] = set()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -33,13 +33,13 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
 
 def warning_once(*args: Any, **kwargs: Any) -> None:
     """`logger.warning`, once for each message."""
-    if args not in _told:
-        _told.add(args)
+    if args not in _logged:
+        _logged.add(args)
         logger.warning(*args, **kwargs)
 
 
 def set_log_level_from_string(name: str, custom_logger: logging.Logger | None = None) -> None:
-    """Have the logger, DeepSpeed's by default, tell what is of this level ("debug", ..., "critical") and above.
+    """Set the level ("debug", ..., "critical") of a logger, by default DeepSpeed's.
 
     Raises:
         ValueError: there is no such level.
@@ -50,13 +50,13 @@ def set_log_level_from_string(name: str, custom_logger: logging.Logger | None = 
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] | None = None) -> None:
-    """Log what the process, and torch on its device, hold now; nothing unless `force`."""
+    """Log the memory of the process, and of torch on its device, if `force` is true."""
     if force:
         log_dist(f"{message}: {memory_line()}", ranks)
 
 
 def memory_line() -> str:
-    """What the process, and torch on its device, hold now, in words."""
+    """Return the memory of the process, and of torch on its device, in words."""
     held = f"{psutil.Process().memory_info().rss / 2**30:.2f} GiB in host memory"
     if torch.accelerator.is_available():
         held += f", {torch.get_device_module().memory_allocated() / 2**30:.2f} GiB on the device"
@@ -64,7 +64,7 @@ def memory_line() -> str:
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
-    """Torch is at least, and at most, of these versions, of which one must be given."""
+    """Whether torch's version is within the given bounds. At least one must be given."""
     if min_version is None and max_version is None:
         raise ConfigError("required_torch_version: give min_version, max_version or both")
     own = _version(torch.__version__)

@@ -1,4 +1,4 @@
-"""What DeepSpeed asserts or checks: scripts that expect its AssertionError or RuntimeError get one, with words."""
+"""Errors that are also an AssertionError or a RuntimeError, because scripts expect these from DeepSpeed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from infinity.errors import ConfigError, InfinityError
 
 
 class AssertedConfigError(ConfigError, AssertionError):
-    """A wrong argument where DeepSpeed has an `assert`."""
+    """A wrong argument that DeepSpeed refuses by an `assert`."""
 
 
 class ModifiedError(InfinityError, RuntimeError):
-    """A change where DeepSpeed's checks have a RuntimeError against it."""
+    """A change that DeepSpeed refuses by a RuntimeError."""
 
 
 class AssertedError(InfinityError, AssertionError):
-    """A call at a moment when DeepSpeed has an `assert` against it."""
+    """A call at a wrong time, which DeepSpeed refuses by an `assert`."""

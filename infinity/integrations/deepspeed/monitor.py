@@ -1,4 +1,4 @@
-"""`deepspeed.monitor`: a monitor of the script's own, beside the engine's."""
+"""`deepspeed.monitor`: a monitor for the script's own use, besides the engine's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet", "trackio")
 
 
 class MonitorMaster(Monitor):
-    """Writes on rank 0 until it is closed, or the process ends.
+    """Writes on rank 0 until it is closed, or the process exits.
 
     Raises:
-        ConfigError: a package is not installed, or what is to be written to cannot be opened.
+        ConfigError: a package is not installed, or a monitor cannot be opened.
     """
 
     def __init__(self, monitor_config: MonitorConfig) -> None:
@@ -28,5 +28,5 @@ class MonitorMaster(Monitor):
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorConfig:
-    """The monitors of a configuration, of which the rest is not looked at."""
+    """Return the monitors of a configuration. Its other sections are not checked."""
     return load_config({key: param_dict[key] for key in _SECTIONS if key in param_dict}).monitors

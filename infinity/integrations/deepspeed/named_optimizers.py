@@ -1,6 +1,6 @@
-"""Optimizers with DeepSpeed's names: plain objects with parameter groups, which `initialize` takes over.
+"""Optimizers with DeepSpeed's names, whose parameter groups `initialize` uses.
 
-Without an engine they update their parameters in memory, by the same rules; see optim/plain.py.
+Without an engine they update their parameters in memory, by the same rules, see optim/plain.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DeepSpeedCPUAdam(PlainOptimizer, torch.optim.AdamW):
         _check_arguments(type(self).__name__, given, bias_correction=bias_correction, amsgrad=amsgrad)
         super().__init__(given, lr, tuple(betas), eps, weight_decay)  # type: ignore[arg-type]
         self.defaults |= {"decoupled_weight_decay": adamw_mode, "fp32_optimizer_states": fp32_optimizer_states}
-        self._decay_as_asked()
+        self._set_decay()
 
     @property
     def adam_w_mode(self) -> bool:
@@ -64,9 +64,9 @@ class DeepSpeedCPUAdam(PlainOptimizer, torch.optim.AdamW):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._decay_as_asked()  # torch's AdamW has just set AdamW for all groups
+        self._set_decay()  # torch's AdamW has just set AdamW's decay for all groups
 
-    def _decay_as_asked(self) -> None:
+    def _set_decay(self) -> None:
         for group in self.param_groups:
             group["decoupled_weight_decay"] = self.adam_w_mode
 
@@ -149,7 +149,7 @@ def _check_arguments(name: str, groups: Iterable[Any], *, bias_correction: bool,
 
 
 class MultiTensorApply:
-    """Calls an operation on lists of tensors, which takes them in pieces of so many elements."""
+    """Calls an operation on lists of tensors with `chunk_size` as its first argument."""
 
     def __init__(self, chunk_size: int) -> None:
         self.chunk_size = chunk_size

@@ -1,8 +1,8 @@
-"""The table of DeepSpeed's modules: what each offers here, and where that is implemented.
+"""The table of DeepSpeed's modules: the names that each offers here, and the files that implement them.
 
-Names of modules are without `deepspeed.`. A home that begins with a dot is a file of this package, one that begins with
-a slash another module of the table. To support another name, implement it in one of these files and write it into the
-table; to support another module, add a row. `finder.py` makes the modules.
+Names of modules are without `deepspeed.`. A home that begins with a dot is a file of this package; one that begins with
+a slash is another module of the table. To support another name, implement it in one of these files and add it to the
+table. To support another module, add a row. `finder.py` makes the modules.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-VERSION = "0.19.8"  # the DeepSpeed whose names these are; sys_path has it as well, for importlib.metadata
+VERSION = "0.19.8"  # the version of DeepSpeed whose names these are; also in sys_path, for importlib.metadata
 _MAJOR, _MINOR, _PATCH = map(int, VERSION.split("."))
 
 
 class Home(NamedTuple):
-    """Where a name is implemented."""
+    """The module and attribute that implement a name."""
 
     module: str
     attribute: str
 
 
 class Refused(NamedTuple):
-    """A name that can be imported, and fails with what to use instead where it is called; see refused.py."""
+    """A name that can be imported. A call raises an error that says what to use instead, see refused.py."""
 
     name: str
     is_class: bool
@@ -32,12 +32,12 @@ class Module(NamedTuple):
     """One module.
 
     Attributes:
-        names: what it offers, by name: a `Home`, a `Refused`, or the value itself.
-        is_package: it may have modules below it.
-        submodules: of these, those that are imported with it.
-        fallback: a function that gives, or refuses, any other name.
+        names: the offered objects by name: a `Home`, a `Refused`, or the value itself.
+        is_package: whether it may have submodules.
+        submodules: the submodules that are imported with it.
+        fallback: a function that returns, or refuses, any other name.
         source: a file of this package whose code runs as this module, for functions that use its globals.
-        instead: the module is not supported, and importing it says what to use.
+        instead: what to use instead, for the error of an import; empty for a supported module.
     """
 
     names: Mapping[str, Any] = {}
@@ -68,7 +68,7 @@ def _joined(names: tuple[Mapping[str, Any], ...]) -> dict[str, Any]:
 
 
 def _of(home: str, same: str = "", /, **renamed: str) -> dict[str, Home]:
-    """Names that `home` implements under the same name, or under another one."""
+    """Return the homes of names that `home` implements under the same name, or under another one."""
     attributes = {name: name for name in same.split()} | renamed
     return {name: Home(home, attribute) for name, attribute in attributes.items()}
 
@@ -78,7 +78,7 @@ def _values(**values: Any) -> dict[str, Any]:
 
 
 def _lower_case(names: str) -> dict[str, str]:
-    """Constants whose values are their names in lower case."""
+    """Return constants whose values are their names in lower case."""
     return {name: name.lower() for name in names.split()}
 
 
@@ -168,7 +168,7 @@ MODULES: Mapping[str, Module] = {
     "accelerator.real_accelerator": _module(_ACCELERATOR),
     "autotuning": _unsupported("use `infinity tune`"),
     "checkpoint": _package(_CHECKPOINT),
-    # Keys of DeepSpeed's own checkpoint files, for scripts that name them; files here have none of these.
+    # Keys of DeepSpeed's checkpoint files, for scripts that use them. The files of infinity do not have these keys.
     "checkpoint.constants": _module(
         _values(
             BASE_OPTIMIZER_STATE="base_optimizer_state",
@@ -251,7 +251,7 @@ MODULES: Mapping[str, Module] = {
             ADAMW_OPTIMIZER="adamw",
             LION_OPTIMIZER="lion",
             SGD_OPTIMIZER="sgd",
-            LAMB_OPTIMIZER="lamb",  # which is refused, as the next one
+            LAMB_OPTIMIZER="lamb",  # refused in a configuration, as the next one
             ONEBIT_ADAM_OPTIMIZER="onebitadam",
         ),
     ),
@@ -319,7 +319,7 @@ MODULES: Mapping[str, Module] = {
     "runtime.sequence_parallel": _unsupported("there is no sequence parallelism"),
     "runtime.superoffload": _package(),
     "runtime.superoffload.superoffload_stage3": _module(_refused_classes("SuperOffloadOptimizer_Stage3")),
-    # Below this DeepSpeed leaves a tensor in memory; here a tensor of any size is moved.
+    # DeepSpeed keeps smaller tensors in memory. Here, tensors of any size are moved.
     "runtime.swap_tensor": _package(_values(MIN_SWAPPABLE_BYTES=1 << 20)),
     "runtime.torch_autocast": _module(
         _of(".precision_config", "PARAM_COMM_DTYPE_ATTR_NAME get_comm_dtype has_comm_dtype")

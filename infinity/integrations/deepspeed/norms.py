@@ -1,7 +1,7 @@
-"""Norms of tensors, and clipping by them, under the names of `deepspeed.runtime.utils`: for tensors of a script's own.
+"""Norms and clipping of a script's own tensors, under the names of `deepspeed.runtime.utils`.
 
-Gradients of an engine's parameters are with the engine: those it clips itself (`gradient_clipping`), and
-`engine.get_global_grad_norm()` has their norm.
+The engine itself clips the gradients of its parameters (`gradient_clipping`); their norm is
+`engine.get_global_grad_norm()`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import torch.distributed as dist
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.comm import get_world_size
 
-_INVALID = -1.0  # what a norm that is not finite is written as
+_INVALID = -1.0  # stands for a norm that is not finite
 
 
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
-    """Whether some element is not finite, as a scalar on the tensor's device."""
+    """Return whether an element is not finite, as a scalar on the tensor's device."""
     values = x._values() if x.is_sparse else x
     return torch.isfinite(values).all().logical_not()
 
 
 def is_invalid_grad_norm(norm: torch.Tensor | float) -> bool:
-    """It is not finite, or was not."""
+    """Whether a norm is not finite, or negative, which stands for not finite."""
     numbers = norm.flatten().tolist() if isinstance(norm, torch.Tensor) else [float(norm)]
     return any(not math.isfinite(number) or number < 0 for number in numbers)
 
 
 def get_global_norm(norm_list: Iterable[torch.Tensor | float]) -> float:
-    """The norm of what these are the norms of; infinite if one is invalid."""
+    """Return the norm of the union of tensors from the norms of each; infinite if one is invalid."""
     norms = list(norm_list)
     return math.inf if any(map(is_invalid_grad_norm, norms)) else math.hypot(*map(float, norms))
 
 
 def combine_grad_norm_groups(norm_groups: Iterable[torch.Tensor | float], norm_type: float = 2) -> torch.Tensor:
-    """The same as a tensor, of any p-norm."""
+    """As `get_global_norm`, for any p-norm, and return a tensor."""
     norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norm_groups])
     invalid = (~torch.isfinite(norms) | (norms < 0)).any()
     combined = torch.linalg.vector_norm(norms, ord=norm_type)
@@ -46,14 +46,14 @@ def combine_grad_norm_groups(norm_groups: Iterable[torch.Tensor | float], norm_t
 
 
 def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, val: float = _INVALID) -> None:  # noqa: A002
-    """Put `val` where an element is not finite."""
+    """Replace elements that are not finite by `val`, in place."""
     input.masked_fill_(~torch.isfinite(input), val)
 
 
 def get_global_norm_of_tensors(
     input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> torch.Tensor:
-    """The p-norm of all elements, a scalar in float32; -1 if it is not finite.
+    """Return the p-norm of all elements as a float32 scalar; -1 if it is not finite.
 
     Raises:
         ConfigError: tensors are divided among ranks.
@@ -65,7 +65,7 @@ def get_global_norm_of_tensors(
 
 
 def get_weight_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """The same of values of parameters, as a number."""
+    """Return the p-norm of the parameters' values as a number; -1 if it is not finite."""
     _refuse("get_weight_norm", mpu=mpu)
     return float(get_global_norm_of_tensors([value.detach() for value in _listed(parameters)], norm_type))
 
@@ -77,7 +77,7 @@ def clip_tensors_by_global_norm(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> torch.Tensor | float:
-    """Scale the tensors down in place to a norm; the one that they had."""
+    """Scale the tensors in place, if their norm is larger than `max_norm`. Return their norm before."""
     if global_norm is None:
         global_norm = get_global_norm_of_tensors(input_tensors, mpu=mpu)
     factor = max_norm / (float(global_norm) + eps)
@@ -90,11 +90,11 @@ def clip_tensors_by_global_norm(
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
-    """Clip gradients of parameters that no engine has, by their norm, averaged over the ranks; all call it together.
+    """Clip gradients of parameters without an engine by their norm, averaged over the ranks. All ranks call this.
 
     Raises:
         ConfigError: parameters are divided among ranks.
-        InfinityError: an engine has them.
+        InfinityError: the parameters belong to an engine.
     """
     _refuse("clip_grad_norm_", mpu=mpu)
     grads = [param.grad for param in _listed(parameters) if param.grad is not None]
@@ -109,7 +109,7 @@ def clip_grad_norm_(
 
 
 class CheckOverflow:
-    """Whether gradients of parameters that no engine has are finite, on this rank."""
+    """Checks on this rank whether gradients of parameters without an engine are finite."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class CheckOverflow:
         self.params = [param for group in param_groups or () for param in group]
 
     def check_using_norm(self, norm_group: Iterable[torch.Tensor | float], reduce_overflow: bool = True) -> bool:
-        """Some norm is invalid; on some rank, if `reduce_overflow`, which all call together then."""
+        """Whether a norm is invalid; with `reduce_overflow`, on any rank, and all ranks call this together."""
         overflow = any(map(is_invalid_grad_norm, norm_group))
         if not reduce_overflow or not dist.is_initialized():
             return overflow
@@ -131,12 +131,12 @@ class CheckOverflow:
         return bool(flag.item())
 
     def check(self, param_groups: Iterable[Iterable[torch.Tensor]] | None = None) -> bool:
-        """Some gradient is not finite."""
+        """Whether a gradient in the groups is not finite."""
         groups = [self.params] if param_groups is None else param_groups
         return self.has_overflow([param for group in groups for param in group])
 
     def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
-        """The same of these."""
+        """Whether a gradient of these parameters is not finite."""
         return any(bool(has_inf_or_nan(param.grad)) for param in params if param.grad is not None)
 
 

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.nvtx`: this file runs as that module, whose names its functions use and scripts may exchange."""
+"""`deepspeed.utils.nvtx`. This file runs as that module, so that its functions use names that scripts may replace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ enable_nvtx = True
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose calls are named ranges in a profile of the device; while torch compiles they are not."""
+    """Wrap a function so that its calls are named ranges in a profile of the device, except while torch compiles."""
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:

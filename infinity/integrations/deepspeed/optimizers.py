@@ -1,4 +1,4 @@
-"""The optimizer under DeepSpeed's names: a class for each way to divide states, with what scripts read of one."""
+"""The optimizer under DeepSpeed's names: a class for each way to divide states, with attributes that scripts read."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 class NamedOptimizer(TieredOptimizer):
-    """The optimizer of an engine with what DeepSpeed's have at every stage. Engines make it, and nobody else.
+    """The optimizer of an engine with the attributes of DeepSpeed's at every stage. Only engines create it.
 
     Attributes:
-        state: of a parameter, or of a flat tensor of this optimizer's such as one of `single_partition_of_fp32_groups`:
-            how many steps it has had, as "step", and its moments by name, to look at; see [Note: live views].
+        state: by parameter, or by a flat tensor of this optimizer, such as one of `single_partition_of_fp32_groups`:
+            the number of updates as "step", and the moments by name, read-only, see [Note: live views].
     """
 
     _base: torch.optim.Optimizer | None = None
@@ -47,16 +47,16 @@ class NamedOptimizer(TieredOptimizer):
         super().__setattr__(name, value)
 
     def share_groups(self, given: torch.optim.Optimizer) -> None:
-        """As every optimizer's; what is given is the base one from now on."""
+        """As for every optimizer; the given one becomes `optimizer`."""
         super().share_groups(given)
         self._base = given
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The one that was given to `initialize`, or one of the class that DeepSpeed makes for the configuration.
+        """The optimizer that was given to `initialize`, or one of DeepSpeed's class for the configuration.
 
-        It has the same parameter groups, so that its learning rates are in force. The states of the one that is made
-        here are this one's.
+        It shares the parameter groups, so that its learning rates take effect. If it is made here, it also shares the
+        states.
         """
         engine = self._engine()
         if self._base is None and engine is not None:
@@ -67,7 +67,7 @@ class NamedOptimizer(TieredOptimizer):
 
     @property
     def loss_scale_config(self) -> LossScale:
-        """The loss scale: `cur_scale`, `cur_iter`, `scale_window` and what else it is and counts."""
+        """The loss scale, with `cur_scale`, `cur_iter`, `scale_window` and its other values."""
         return self.loss_scaler
 
     @property
@@ -113,7 +113,7 @@ class NamedOptimizer(TieredOptimizer):
 
     @property
     def micro_step_id(self) -> int:
-        """Micro-batches of the step so far, by calls of `engine.step()`."""
+        """The number of micro-batches of the step so far, counted by calls of `engine.step()`."""
         engine = self._engine()
         if engine is None or not engine.config.managed_accumulation:
             return 0
@@ -121,7 +121,7 @@ class NamedOptimizer(TieredOptimizer):
 
     @property
     def _epilogue_ran_this_backward(self) -> bool:
-        """A backward pass is over, and nothing of the training loop has followed it."""
+        """Whether a backward pass has ended, and the training loop has not called the engine since."""
         engine = self._engine()
         return engine is not None and engine.awaits_step
 
@@ -134,12 +134,12 @@ class NamedOptimizer(TieredOptimizer):
         return found[0]
 
     def _masters(self, name: str) -> list[LiveView]:
-        """This rank's part of each group's masters, flat."""
+        """Return this rank's part of each group's masters, flat."""
         return [flat_masters(f"optimizer.{name}", params) for params in self.bit16_groups]
 
 
 def _steps_of(optimizer: NamedOptimizer | None) -> int:
-    """Updates so far that were not left out."""
+    """Return the number of updates so far, without skipped ones."""
     engine = None if optimizer is None else optimizer._engine()
     return 0 if engine is None else engine.global_steps - engine.skipped_steps
 
@@ -147,25 +147,25 @@ def _steps_of(optimizer: NamedOptimizer | None) -> int:
 class _SixteenBits(NamedOptimizer):
     @property
     def low_precision_dtype(self) -> torch.dtype:
-        """In which the model computes."""
+        """The dtype that the model computes in."""
         return self.param_groups[0]["params"][0].dtype  # type: ignore[no-any-return]
 
 
 class FP16_Optimizer(_SixteenBits):  # noqa: N801  (DeepSpeed's name)
-    """Of stage 0 in 16 bits, where DeepSpeed has an Adam of its own."""
+    """The optimizer of stage 0 in 16 bits, for DeepSpeed's own Adam."""
 
     @property
     def fp32_groups_flat(self) -> list[LiveView]:
-        """The float32 masters of each group, flat, to look at; see [Note: live views]."""
+        """The float32 masters of each group, flat, read-only; see [Note: live views]."""
         return self._masters("fp32_groups_flat")
 
 
 class FP16_UnfusedOptimizer(_SixteenBits):  # noqa: N801  (DeepSpeed's name)
-    """Of stage 0 in 16 bits, with any other."""
+    """The optimizer of stage 0 in 16 bits, for all others."""
 
     @property
     def fp32_groups(self) -> list[list[LiveView]]:
-        """The float32 master of each parameter, flat, by group, to look at; see [Note: live views]."""
+        """The float32 master of each parameter, flat, by group, read-only; see [Note: live views]."""
         return [[flat_masters("optimizer.fp32_groups", [param]) for param in params] for params in self.bit16_groups]
 
 
@@ -176,17 +176,17 @@ class ZeROOptimizer(NamedOptimizer):
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
         """This rank's parts of the step's gradients so far, flat, in float32, times the loss scale, by group.
 
-        They are in the order of the group's parameters, without those that have none; empty where no parameter has.
-        To look at: `safe_set_local_grad` changes them, and torch refuses what would change these copies in place. To
-        set it to an empty dictionary drops the gradients, as `zero_grad()`. All ranks read it together.
+        They are in the order of the group's parameters, without parameters that have no gradient; empty if there are no
+        gradients at all. The copies are read-only (`safe_set_local_grad` changes gradients); torch refuses in-place
+        changes. Setting an empty dictionary drops the gradients, as `zero_grad()` does. All ranks read it together.
 
         Raises:
-            InfinityError: they have been used already.
+            InfinityError: the gradients have been used for an update.
         """
         found = {}
         for index, group in enumerate(self.param_groups):
             grads = [grad for param in group["params"] if (grad := safe_get_local_grad(param)) is not None]
-            with torch.inference_mode():  # whose tensors are for reading
+            with torch.inference_mode():  # torch refuses in-place changes of its tensors outside of it
                 found[index] = [grad * self.loss_scaler.value for grad in grads]
         return found if any(found.values()) else {}
 
@@ -201,16 +201,16 @@ class ZeROOptimizer(NamedOptimizer):
 
 
 class BF16_Optimizer(ZeROOptimizer):  # noqa: N801  (DeepSpeed's name)
-    """Of stage 1 in bf16, where gradients are added up in float32 and states stay on the device."""
+    """The optimizer of stage 1 in bf16 with gradients that are summed in float32, and states on the device."""
 
     @property
     def fp32_groups_flat_partition(self) -> list[LiveView]:
-        """This rank's part of the float32 masters of each group, flat, to look at; see [Note: live views]."""
+        """This rank's part of the float32 masters of each group, flat, read-only; see [Note: live views]."""
         return self._masters("fp32_groups_flat_partition")
 
 
 class _Nothing:
-    """A module without parameters, as far as TRL looks at one."""
+    """A module without parameters, with the methods that TRL calls."""
 
     def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(())
@@ -220,7 +220,7 @@ class _Nothing:
 
 
 class ParameterOffload:
-    """What TRL takes hooks from while it generates: there are none here, for generating needs the engine's."""
+    """The object from which TRL removes hooks for generation. It has none, because generation needs the engine's."""
 
     def __init__(self) -> None:
         self.module = _Nothing()
@@ -228,28 +228,28 @@ class ParameterOffload:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: Any) -> None:
-        """Nothing was taken away."""
+        """Do nothing: no hooks were removed."""
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """Of stages 1 and 2."""
+    """The optimizer of stages 1 and 2."""
 
     @property
     def single_partition_of_fp32_groups(self) -> list[LiveView]:
-        """This rank's part of the float32 masters of each group, flat, to look at; see [Note: live views]."""
+        """This rank's part of the float32 masters of each group, flat, read-only; see [Note: live views]."""
         return self._masters("single_partition_of_fp32_groups")
 
     @property
     def bit16_groups_flat(self) -> list[LiveView]:
-        """The parameters of each group, flat, in the dtype that they compute in, to look at; see [Note: live views]."""
+        """The parameters of each group, flat, in the compute dtype, read-only; see [Note: live views]."""
         return [flat_values("optimizer.bit16_groups_flat", params) for params in self.bit16_groups]
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801  (DeepSpeed's name)
-    """Of stage 3.
+    """The optimizer of stage 3.
 
     Attributes:
-        leaf_parameters: by module, of those that `set_z3_leaf_modules` has named.
+        leaf_parameters: the parameters of each module that `set_z3_leaf_modules` has named.
     """
 
     def __init__(self, params: ParamsOrGroups, defaults: Mapping[str, Any], kind: OptimizerKind = ADAM) -> None:
@@ -259,17 +259,17 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801  (DeepSpeed's 
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[LiveView]:
-        """This rank's part of the float32 masters of each group, flat, to look at; see [Note: live views]."""
+        """This rank's part of the float32 masters of each group, flat, read-only; see [Note: live views]."""
         return self._masters("fp32_partitioned_groups_flat")
 
     @property
     def grad_partitions_flat_buffer(self) -> LiveView:
-        """This rank's part of the step's gradients so far, flat, to look at; 0 where there are none."""
+        """This rank's part of the step's gradients so far, flat, read-only; 0 for parameters without a gradient."""
         params = [param for group in self.bit16_groups for param in group]
         return flat_gradients("optimizer.grad_partitions_flat_buffer", params)
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        """The norm of each group's gradients, times the loss scale; all ranks call this together."""
+        """Return the norm of each group's gradients, times the loss scale. All ranks call this together."""
         norms = []
         for params in self.bit16_groups:
             grads = [grad.norm() for param in params if (grad := safe_get_full_grad(param)) is not None]
@@ -281,14 +281,14 @@ def _check_bucket(config: Config) -> None:
     size = int((config.get("zero_optimization") or {}).get("allgather_bucket_size") or 0)
     if config.zero.stage in (1, 2) and size % 2:
         raise AssertedConfigError(
-            f"zero_optimization.allgather_bucket_size is {size}: DeepSpeed refuses it, for there "
+            f"zero_optimization.allgather_bucket_size is {size}: DeepSpeed refuses it, because "
             "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2. It changes nothing here: "
             "remove the key, or make it even"
         )
 
 
 def optimizer_class(config: Config) -> type[TieredOptimizer]:
-    """The class of the optimizer that a configuration asks for."""
+    """Return the class of DeepSpeed's optimizer for a configuration."""
     stage = config.zero.stage
     _check_bucket(config)
     if stage >= 2:

@@ -1,6 +1,6 @@
-"""Parameters under ZeRO-3 as DeepSpeed's users look at them: `ds_` attributes, `Init`, `GatheredParameters`.
+"""DeepSpeed's interface to parameters under ZeRO-3: `ds_` attributes, `Init`, `GatheredParameters`.
 
-This is the one place that hangs attributes on a model's parameters: libraries ask `hasattr(param, "ds_id")`.
+Only this file sets attributes of a model's parameters, because libraries check `hasattr(param, "ds_id")`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,22 @@ _ids = count()
 
 @dataclass
 class _Look:
-    """Of a parameter that no engine has, in GatheredParameters: its version when it was as it is to stay."""
+    """A parameter without an engine in GatheredParameters.
+
+    Attributes:
+        version: version of the last allowed change.
+        contexts: number of contexts that the parameter is in.
+    """
 
     version: int
     contexts: int = 0
 
 
-_looked_at: dict[int, _Look] = {}  # by identity
+_looks: dict[int, _Look] = {}  # by identity of the parameter
 
 
 class ZeroParamStatus(Enum):
-    """Where a parameter's values are."""
+    """Whether a parameter has its values."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -58,7 +63,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """How a parameter is kept."""
+    """How a parameter is stored."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -66,7 +71,7 @@ class ZeroParamType(Enum):
 
 
 class _Status:
-    """Equal to what the parameter's status is at that moment."""
+    """The present status of a parameter: it equals the `ZeroParamStatus` at the time of the comparison."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = weakref.ref(param)
@@ -75,7 +80,7 @@ class _Status:
         param = self._param()
         if param is None:
             return ZeroParamStatus.NOT_AVAILABLE
-        available = id(param) in _looked_at if owner_of(param) is None else has_values(param)
+        available = id(param) in _looks if owner_of(param) is None else has_values(param)
         return ZeroParamStatus.AVAILABLE if available else ZeroParamStatus.NOT_AVAILABLE
 
     def __eq__(self, other: object) -> bool:
@@ -87,12 +92,12 @@ class _Status:
     def __repr__(self) -> str:
         return repr(self.now())
 
-    def __reduce__(self) -> tuple[Any, ...]:  # what it is now, in a copy that is pickled
+    def __reduce__(self) -> tuple[Any, ...]:  # a pickled copy has the present status
         return ZeroParamStatus, (self.now().value,)
 
 
 class _Uses(Collection[int]):
-    """The unit that has the parameter, by number, while a pass of the model uses it; nothing otherwise."""
+    """The index of the parameter's unit while a pass of the model uses it; otherwise empty."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = weakref.ref(param)
@@ -115,20 +120,20 @@ class _Uses(Collection[int]):
         return number in self._now()
 
     def clear(self) -> None:
-        """Nothing: a use ends by itself."""
+        """Do nothing: a use ends by itself."""
 
-    def __reduce__(self) -> tuple[Any, ...]:  # what it is now, in a copy that is pickled
+    def __reduce__(self) -> tuple[Any, ...]:  # a pickled copy has the present content
         return set, (self._now(),)
 
 
 class _Summary:
-    """`param.ds_summary`: what DeepSpeed tells of a parameter in messages. Reads no values."""
+    """`param.ds_summary`: the properties of a parameter in DeepSpeed's messages. Reads no values."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = weakref.ref(param)
 
     def __call__(self, use_debug_name: bool = False) -> dict[str, Any]:
-        """Return sizes and status by DeepSpeed's names; `use_debug_name` changes nothing."""
+        """Return sizes and status by DeepSpeed's names. `use_debug_name` has no effect."""
         param: Any = self._param()
         if param is None:
             return {}
@@ -146,14 +151,14 @@ class _Summary:
             "ds_tensor.shape": tuple(param.ds_tensor.shape),
         }
 
-    def __reduce__(self) -> tuple[Any, ...]:  # what it says now, in a copy that is pickled
+    def __reduce__(self) -> tuple[Any, ...]:  # a pickled copy has the present values
         return partial, (dict, self())
 
 
 def mark(engine: Engine) -> None:
-    """Give the parameters of an engine's model the attributes that DeepSpeed's have under ZeRO-3.
+    """Set the attributes that parameters have under ZeRO-3 in DeepSpeed, on the parameters of an engine's model.
 
-    `ds_tensor` is this rank's part, to look at, see [Note: live views]; all ranks read it together.
+    `ds_tensor` is this rank's part, read-only, see [Note: live views]. All ranks read it together.
     """
     partition = engine.begin_gathering("initialize", stores=False).partition
     for param in engine.module.parameters():
@@ -173,19 +178,19 @@ def _mark(param: nn.Parameter) -> None:
         "ds_persist": False,
         "ds_active_sub_modules": _Uses(param),
         "ds_summary": _Summary(param),
-        "is_external_param": False,  # one that another module uses is noticed as it is used
+        "is_external_param": False,  # a use by another module is noticed when it happens
     }
     for name, value in attributes.items():
         setattr(param, name, value)
 
 
 class Init(InFiles):
-    """`infinity.zero.Init` with DeepSpeed's arguments; those that say how it does its work change nothing.
+    """`infinity.zero.Init` with DeepSpeed's arguments. Arguments about the way of its work have no effect.
 
-    Parameters have their values until `initialize` moves them, and the attributes that DeepSpeed's have: their
-    `ds_status` is that of DeepSpeed's, so that scripts gather them, and `ds_tensor` is this rank's part of rank 0's
-    values, to look at, which all ranks read together. When the context is left they are of the configuration's
-    precision, or of `dtype`; buffers keep their own.
+    Parameters keep their values until `initialize` moves them. They have DeepSpeed's attributes: `ds_status` is not
+    available, as in DeepSpeed, so that scripts gather them; `ds_tensor` is this rank's part of rank 0's values,
+    read-only, which all ranks read together. At the end of the context, parameters are converted to the configuration's
+    precision, or to `dtype`; buffers keep their dtype.
 
     Raises:
         ConfigError: parameters are to be divided among some ranks only.
@@ -215,7 +220,7 @@ class Init(InFiles):
         check_auto(source)
         known = source if source is None or isinstance(source, Config) else load_config(source, world_size=world_size())
         self._dtype = dtype if dtype is not None or known is None else compute_dtype(known)
-        # A module that is there already keeps its values until `initialize` moves them.
+        # An existing `module` keeps its values until `initialize` moves them.
         super().__init__(known, enabled=enabled)
         self._built: dict[int, weakref.ref[nn.Module]] = {}  # by identity
 
@@ -231,7 +236,7 @@ class Init(InFiles):
         built = [module for reference in self._built.values() if (module := reference()) is not None]
         for module in built:
             for name, param in module.named_parameters(recurse=False):
-                if type(param) is nn.Parameter and not hasattr(param, "ds_id"):  # now that it has its shape
+                if type(param) is nn.Parameter and not hasattr(param, "ds_id"):  # at the end, when it has its shape
                     self._finish(param, f"{type(module).__name__}.{name}")
         self._built.clear()
 
@@ -243,18 +248,18 @@ class Init(InFiles):
             param.ds_tensor = part_of_built(param)  # type: ignore[attr-defined]
 
     def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        self._built[id(module)] = weakref.ref(module)  # and not the parameter, which `skip_init` exchanges later
+        self._built[id(module)] = weakref.ref(module)  # not the parameter, because `skip_init` replaces it later
 
 
 class GatheredParameters(Gathered):
-    """`infinity.zero.GatheredParameters` with DeepSpeed's arguments; `fwd_module` changes nothing.
+    """`infinity.zero.GatheredParameters` with DeepSpeed's arguments. `fwd_module` has no effect.
 
-    Parameters of `zero.Init` that no engine has yet are there on every rank. `initialize` takes rank 0's values, so
-    those that another rank changes, as `modifier_rank`, are sent to all ranks at the end; changes without a
-    `modifier_rank` are refused at the end, as those of an engine's parameters are.
+    Parameters of `zero.Init` without an engine have values on every rank. `initialize` uses rank 0's values, so changes
+    of another rank, as `modifier_rank`, are sent to all ranks at the end of the context. Changes without a
+    `modifier_rank` are refused at the end, as for an engine's parameters.
 
-    Inside a model's forward, where what an operation reads is brought for it, looking needs nothing more; nor does it
-    inside its backward, in a function with a backward of its own.
+    Without `modifier_rank`, nothing is gathered inside a forward or backward pass of the model: there, the engine
+    fetches the parameters that an operation reads.
     """
 
     def __init__(
@@ -274,8 +279,8 @@ class GatheredParameters(Gathered):
             for param in self._params:
                 if hasattr(param, "ds_id") and owner_of(param) is None:
                     self._in_init.append(param)
-                    _looked_at.setdefault(id(param), _Look(version_of(param))).contexts += 1
-            super().__enter__()  # last: an interrupt leaves nothing gathered
+                    _looks.setdefault(id(param), _Look(version_of(param))).contexts += 1
+            super().__enter__()  # last, so that nothing stays gathered after an interrupt
         except BaseException:
             self._end_looks()
             self._in_init = []
@@ -298,11 +303,11 @@ class GatheredParameters(Gathered):
             super().__exit__(kind, error, trace)
 
     def _end_looks(self) -> bool:
-        """The context no longer looks at parameters; whether one of them was changed that may not be."""
+        """End the context for parameters of `zero.Init`. Return whether one was changed without `modifier_rank`."""
         changed = False
         for param in self._in_init:
-            look = _looked_at.get(id(param))
-            if look is None:  # an interrupt came before it
+            look = _looks.get(id(param))
+            if look is None:  # an interrupt came before it was added
                 continue
             look.contexts -= 1
             if self._modifier_rank is not None:
@@ -310,7 +315,7 @@ class GatheredParameters(Gathered):
             elif not look.contexts:
                 changed |= look.version != version_of(param)
             if not look.contexts:
-                del _looked_at[id(param)]
+                del _looks[id(param)]
         return changed
 
     def _send(self, source: int, *, failed: bool) -> None:
@@ -330,29 +335,29 @@ def _is_in_pass(param: nn.Parameter) -> bool:
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """An engine whose parameters are gathered, so that generating reads no drive and waits for no rank."""
+    """Yield the engine with all parameters gathered, so that generation reads no drive and waits for no rank."""
     with GatheredParameters(model.parameters()):
         yield model
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing: a parameter that another module uses is noticed as it is used."""
+    """Do nothing: a use by another module is noticed when it happens."""
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing, as above."""
+    """Do nothing: a use by another module is noticed when it happens."""
 
 
-# What else `deepspeed.runtime.zero.partition_parameters` has #
+# Other names of `deepspeed.runtime.zero.partition_parameters` #
 
-partitioned_param_data_shape = [0]  # of DeepSpeed's parameters that are away; here they keep their own
+partitioned_param_data_shape = [0]  # shape of DeepSpeed's parameters without values; here they keep their own
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The constructor itself: nothing is converted. transformers exchanges this function for a while."""
+    """Return the constructor itself: nothing is converted. transformers temporarily replaces this function."""
     return fn
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """It has the attributes of a parameter under ZeRO-3."""
+    """Whether the object has the attributes of a parameter under ZeRO-3."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")

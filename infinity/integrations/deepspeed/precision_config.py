@@ -63,11 +63,11 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         return self
 
     def initial_dynamic_scale(self) -> int:
-        """The scale to begin with, where it follows the gradients."""
+        """Return the initial value of a dynamic scale."""
         return int(2**self.initial_scale_power)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """How it does that."""
+        """Return the settings of a dynamic scale, by DeepSpeed's names."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -78,26 +78,26 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """The section of a configuration under its new or its old name, or its defaults."""
+    """Return the section of a configuration under its new or its old name, or its defaults."""
     return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """The section of a configuration, or its defaults."""
+    """Return the section of a configuration, or its defaults."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
 
 
-# The dtype of a parameter's gradients between ranks #
+# The dtype in which ranks exchange a parameter's gradients #
 
-PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"  # of DeepSpeed's parameters; here gradients of all travel in one dtype
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"  # an attribute in DeepSpeed; here all gradients are exchanged in one dtype
 
 
 def has_comm_dtype(param: nn.Parameter) -> bool:
-    """A script has set one."""
+    """Whether a script has set a dtype for the parameter."""
     return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
 
 
 def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
-    """That, or the parameter's own."""
+    """Return the dtype that a script has set, or the parameter's own."""
     found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
     return found

@@ -1,4 +1,4 @@
-"""What DeepSpeed has and infinity has not, and what to use instead."""
+"""Names of DeepSpeed that infinity does not have, and what to use instead."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ REFUSED = {
 
 
 def refused(name: str) -> Callable[..., NoReturn]:
-    """A function in the place of something that is not there; it says so when it is called."""
+    """Return a function in place of an unsupported one. It raises ConfigError when it is called."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise _error(name)
@@ -74,9 +74,9 @@ def refused(name: str) -> Callable[..., NoReturn]:
 
 
 def refused_class(name: str, **attributes: Any) -> type:
-    """A class in the place of one that is not there: nothing is an instance of it, and to make one is refused.
+    """Return a class in place of an unsupported one. Its constructor raises ConfigError.
 
-    So that a script may ask `isinstance`, or define a class of its own beside those that it uses.
+    So a script can use it in `isinstance`, or as a base class that it never instantiates.
     """
 
     def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
@@ -86,10 +86,10 @@ def refused_class(name: str, **attributes: Any) -> type:
 
 
 def refused_or_unknown(name: str) -> Callable[..., NoReturn]:
-    """A name of the package `deepspeed` itself that it does not offer.
+    """Return the refusal of a name of the package `deepspeed` itself that is not supported.
 
     Raises:
-        AttributeError: DeepSpeed has none of this name, either.
+        AttributeError: DeepSpeed has no such name, either.
     """
     if name in REFUSED:
         return refused(name)

@@ -1,4 +1,4 @@
-"""`infinity.Engine`: the engine, and what scripts ask it under DeepSpeed's names, mostly about the configuration."""
+"""`infinity.Engine`: the engine with DeepSpeed's names of further methods, most of them about the configuration."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from infinity.zero.compiled import is_compiled
 
 
 class Engine(engine.Engine):
-    """Trains one model whose states live in the tiers: what `infinity.initialize` makes.
+    """Train one model whose states are in the tiers. Created by `infinity.initialize`.
 
-    It is `infinity.engine.Engine`, which has the attributes and the calls of a training loop.
+    The attributes and methods of a training loop are those of `infinity.engine.Engine`.
     """
 
     # Ranks #
 
     @property
     def dp_world_size(self) -> int:
-        """As `world_size`: the batch is divided among all of them."""
+        """As `world_size`: the batch is divided among all ranks."""
         return self._runtime.ranks.size
 
     # Batches #
 
     def train_batch_size(self) -> int:
-        """Samples per update over all ranks."""
+        """Return the samples per update over all ranks."""
         return self.config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per forward on one rank."""
+        """Return the samples per forward on one rank."""
         return self.config.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per update."""
+        """Return the micro-batches per update."""
         return self.config.gradient_accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples per update, samples per forward on one rank, micro-batches per update."""
+        """Return (samples per update, samples per forward on one rank, micro-batches per update)."""
         config = self.config
         return config.train_batch_size, config.micro_batch_size, config.gradient_accumulation_steps
 
     @property
     def global_samples(self) -> int:
-        """Samples so far, those of skipped updates included: of every backward pass, if every `step()` ends a step."""
+        """The number of samples so far, including skipped updates. Counts backward passes if every `step()` is a step."""
         counts, config = self._step.counter.counts, self.config
         if config.managed_accumulation:
             return counts.global_steps * config.train_batch_size
@@ -62,28 +62,28 @@ class Engine(engine.Engine):
         return self.config.precision == "bf16"
 
     def amp_enabled(self) -> bool:
-        """False: apex is not supported."""
+        """Return False: apex is not supported."""
         return False
 
     def torch_autocast_enabled(self) -> bool:
-        """The model's forward runs under `torch.autocast`."""
+        """Whether the model's forward runs under `torch.autocast`."""
         return self.config.autocast is not None
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """In which the model computes, and in which the gradients of micro-batches are summed."""
+        """Return the compute dtype, and the dtype in which the gradients of micro-batches are summed."""
         return DTYPES[self.config.precision], DTYPES[self.config.grad_accum_dtype]
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """In which gradients travel between ranks."""
+        """The dtype in which ranks exchange gradients."""
         return DTYPES[self.config.communication_data_type]
 
     def dynamic_loss_scale(self) -> bool:
-        """The loss scale follows the gradients."""
+        """Whether the loss scale is dynamic."""
         return self._step.losses.loss_scale.dynamic
 
     def initial_dynamic_scale(self) -> float:
-        """The loss scale that training began with; 1 without fp16."""
+        """Return the initial loss scale; 1 without fp16."""
         fp16 = self.config.fp16
         if fp16 is None:
             return 1.0
@@ -92,7 +92,7 @@ class Engine(engine.Engine):
     # ZeRO #
 
     def zero_optimization(self) -> bool:
-        """Something is divided among the ranks."""
+        """Whether any states are divided among the ranks."""
         return self.config.zero.stage > 0
 
     def zero_optimization_stage(self) -> int:
@@ -105,19 +105,19 @@ class Engine(engine.Engine):
         return self.config.zero.stage >= 3
 
     def zero_offload_optimizer(self) -> str:
-        """The home of optimizer states: none, cpu or nvme."""
+        """Return the home of optimizer states: none, cpu or nvme."""
         return self.config.zero.offload_optimizer.device
 
     def zero_offload_param(self) -> str:
-        """The home of parameters: none, cpu or nvme."""
+        """Return the home of parameters: none, cpu or nvme."""
         return self.config.zero.offload_param.device
 
     def zero_cpu_offload(self) -> bool:
-        """Optimizer states are in host memory."""
+        """Whether the home of optimizer states is host memory."""
         return self.config.zero.offload_optimizer.device == "cpu"
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """What saves a model's weights gathers them: so it is, unless the configuration says false."""
+        """Whether a save of the model gathers its weights: True unless the configuration says false."""
         section = self.config.get("zero_optimization", {})
         names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
         return not any(section.get(name) is False for name in names)
@@ -125,46 +125,46 @@ class Engine(engine.Engine):
     # Optimizer #
 
     def gradient_clipping(self) -> float:
-        """Global norm that gradients are clipped to; 0 for none."""
+        """Return the global norm that gradients are clipped to; 0 for no clipping."""
         return self.config.gradient_clipping
 
     def optimizer_name(self) -> str | None:
-        """Type of the configuration's optimizer."""
+        """Return the type of the configured optimizer, or None."""
         return None if self.config.optimizer is None else self.config.optimizer.type.lower()
 
     def optimizer_params(self) -> Mapping[str, Any] | None:
-        """Hyper-parameters of the configuration's optimizer."""
+        """Return the hyper-parameters of the configured optimizer, or None."""
         return None if self.config.optimizer is None else self.config.optimizer.params
 
     def scheduler_name(self) -> str | None:
-        """Type of the configuration's learning-rate schedule."""
+        """Return the type of the configured learning-rate schedule, or None."""
         return None if self.config.scheduler is None else self.config.scheduler.type
 
     def scheduler_params(self) -> Mapping[str, Any] | None:
-        """Parameters of the configuration's learning-rate schedule."""
+        """Return the parameters of the configured learning-rate schedule, or None."""
         return None if self.config.scheduler is None else self.config.scheduler.params
 
     def get_mom(self) -> list[Any]:
-        """Momentum of every parameter group: `betas`, or SGD's `momentum`; 0 where there is none."""
+        """Return the momentum of every parameter group: `betas`, or SGD's `momentum`; 0 for none."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
     def was_step_applied(self) -> bool:
-        """The last `step()` updated the parameters."""
+        """Whether the last `step()` updated the parameters."""
         outcome = self._step.last.outcome
         return outcome is not None and not self._step.counter.position and not outcome.skipped
 
     # Telemetry #
 
     def steps_per_print(self) -> Any:
-        """As the configuration has it; nothing is printed, see `stats()`."""
+        """Return the configured value. Nothing is printed, see `stats()`."""
         return self.config.get("steps_per_print", 10)
 
     def wall_clock_breakdown(self) -> bool:
-        """Monitors are told the seconds of each phase; `stats()` has them in any case."""
+        """Whether monitors get the seconds of each phase. `stats()` always has them."""
         return self.config.monitors.phases
 
     def memory_breakdown(self) -> bool:
-        """As the configuration has it; `stats()` has the peak bytes of each tier in any case."""
+        """Return the configured value. `stats()` always has the peak bytes of each tier."""
         return bool(self.config.get("memory_breakdown", False))
 
     # States #
@@ -172,10 +172,10 @@ class Engine(engine.Engine):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Take the states off the device while something else needs it: they are never there where the CPU computes.
+        """Do nothing if the model computes on the CPU: no states are on a device.
 
         Raises:
-            InfinityError: the model computes on a device whose memory holds some of them.
+            InfinityError: the model computes on a device, whose memory may hold states.
         """
         if self.device.type == "cpu":
             return
@@ -185,10 +185,10 @@ class Engine(engine.Engine):
         )
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Undo `offload_states`: there is nothing to do."""
+        """Do nothing, as `offload_states`."""
 
     def empty_partition_cache(self) -> None:
-        """Free parameters that were gathered ahead: the budget bounds them, so there is nothing to do."""
+        """Do nothing: the budget bounds the memory of parameters that are gathered early."""
 
     def compile(
         self,
@@ -197,14 +197,14 @@ class Engine(engine.Engine):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Have `torch.compile` compile the model's blocks; the whole model if it has none.
+        """Compile the model's blocks with `torch.compile`; the whole model if it has no blocks.
 
         Args:
             backend: as in `torch.compile`; `compile_kwargs` has its other arguments.
 
         Raises:
             InfinityError: a step has begun.
-            ConfigError: `schedule` or `compiled_autograd_enabled` is given, which are for DeepSpeed's own compiler.
+            ConfigError: `schedule` or `compiled_autograd_enabled`, options of DeepSpeed's own compiler, is given.
         """
         if schedule is not None or compiled_autograd_enabled:
             given = "schedule" if schedule is not None else "compiled_autograd_enabled"
@@ -214,5 +214,5 @@ class Engine(engine.Engine):
 
     @property
     def is_compiled(self) -> bool:
-        """Some part of the model is compiled."""
+        """Whether a part of the model is compiled."""
         return is_compiled(self.module)

@@ -1,7 +1,6 @@
-"""What scripts ask an engine of its configuration's sections, under DeepSpeed's names of methods.
+"""Methods of an engine that return values of its configuration's sections, under DeepSpeed's names.
 
-They give what the configuration says, or DeepSpeed's default: what a key does here, if anything, is in
-docs/configuration.md.
+They return the configured value, or DeepSpeed's default. docs/configuration.md describes the effect of each key here.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from infinity.integrations.deepspeed.config import KEYS, OFF, DeepSpeedConfig
 from infinity.integrations.deepspeed.precision_config import get_float16_config
 from infinity.integrations.deepspeed.zero_config import DeepSpeedZeroConfig, known_zero_config
 
-# Methods that give a field of the section zero_optimization.
+# Methods that return a field of the section zero_optimization.
 _ZERO_FIELDS = {
     "zero_reduce_scatter": "reduce_scatter",
     "zero_overlap_comm": "overlap_comm",
@@ -50,9 +49,9 @@ _ZERO_FIELDS = {
     "zero_log_trace_cache_warnings": "log_trace_cache_warnings",
     "is_sanity_checks_enabled": "enable_sanity_checks",
 }
-# Methods that give a key of the configuration.
+# Methods that return a key of the configuration.
 _KEYS = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "gradient_predivide_factor")
-# Methods that ask for what is refused in a configuration, so that the answer is known; beside `config.OFF`.
+# Methods that always return False, because a configuration with their features is refused; besides `config.OFF`.
 _OFF = (
     "autotuning_enabled",
     "bf16_master_weights_and_gradients",
@@ -68,7 +67,7 @@ _OFF = (
 
 
 class SectionFacts:
-    """A mixin of the engine, which has these fields."""
+    """A mixin of the engine, which sets these fields."""
 
     config: Config
 
@@ -81,61 +80,61 @@ class SectionFacts:
         return known_zero_config(self.config.get("zero_optimization") or {})
 
     def managed_gradient_accumulation(self) -> bool:
-        """Steps are counted by micro-batches."""
+        """Whether a step ends after the configured number of micro-batches."""
         return self.config.managed_accumulation
 
     def fp16_auto_cast(self) -> bool:
-        """Inputs are cast to fp16."""
+        """Whether inputs are cast to fp16."""
         return self.config.casts_inputs
 
     def dataloader_drop_last(self) -> bool:
-        """A last micro-batch that is not full is left out."""
+        """Whether data loaders drop a last micro-batch that is not full."""
         return self.config.drops_last
 
     def checkpoint_tag_validation_enabled(self) -> bool:
-        """True: tags are compared, and those that differ refused, whatever `checkpoint.tag_validation` is."""
+        """Return True: different tags on the ranks are always refused, whatever `checkpoint.tag_validation` is."""
         return True
 
     checkpoint_tag_validation_fail = checkpoint_tag_validation_enabled
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Optimizer states live on NVMe."""
+        """Whether the home of optimizer states is NVMe."""
         return self.config.zero.offload_optimizer.device == "nvme"
 
     def postscale_gradients(self) -> bool:
-        """As the configuration has it; losses are divided before backward in any case."""
+        """Return the configured value. Losses are always divided before backward."""
         return not self.config.get("prescale_gradients", False)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """How the loss scale follows the gradients."""
+        """Return the settings of a dynamic loss scale, by DeepSpeed's names."""
         known = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis")
         section = self.config.get("fp16") or {}
         values = {key: section[key] for key in (*known, "min_loss_scale") if key in section}
         return get_float16_config({"fp16": values}).dynamic_loss_scale_args()
 
     def get_data_parallel_rank(self) -> int:
-        """This process among those that share the batch."""
+        """Return the rank of this process among those that share the batch."""
         return get_rank()
 
     def get_tensor_parallel_rank(self) -> int:
-        """0: the engine divides no layer among ranks."""
+        """Return 0: the engine divides no layer among ranks."""
         return 0
 
     get_model_parallel_rank = get_tensor_parallel_rank
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Nothing, where it is the configuration's; any other is refused."""
+        """Raise ConfigError unless this is the configured value."""
         self._keep("train_micro_batch_size_per_gpu", self.config.micro_batch_size, micro_batch_size)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """The same."""
+        """Raise ConfigError unless this is the configured value."""
         self._keep("train_batch_size", self.config.train_batch_size, train_batch_size)
 
     def _keep(self, key: str, has: int, wanted: int) -> None:
         if wanted != has:
             raise ConfigError(
-                f"{key} is {has} and cannot become {wanted} while an engine trains, whose memory is laid out for it: "
-                "save a checkpoint, and go on from it with a new engine"
+                f"{key} is {has} and cannot become {wanted} while an engine trains, because its memory is laid out for "
+                "this value: save a checkpoint, and continue from it with a new engine"
             )
 
     def deepspeed_io(
@@ -148,7 +147,7 @@ class SectionFacts:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of this rank's share of a dataset; `route` and `pin_memory` change nothing."""
+        """Return a loader of this rank's share of a dataset. `route` and `pin_memory` have no effect."""
         how: dict[str, Any] = {"batch_size": batch_size or self.config.micro_batch_size, "collate_fn": collate_fn}
         if data_sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
             data_sampler = torch.utils.data.DistributedSampler(dataset)
@@ -176,4 +175,4 @@ for _name, _field in _ZERO_FIELDS.items():
 for _name in _KEYS:
     _add(_name, _of_key(_name), f"`{_name}`.")
 for _name in (*OFF, *_OFF):
-    _add(_name, lambda self: False, "False: a configuration that asks for it is refused.")
+    _add(_name, lambda self: False, "Return False: a configuration with this feature is refused.")

@@ -1,6 +1,6 @@
-"""`deepspeed.utils.timer`: clocks for scripts that measure their own parts, in host time.
+"""`deepspeed.utils.timer`: clocks for a script's own measurements, in host time.
 
-A device computes behind the host; a clock that is asked to waits for it. `engine.stats()` has what infinity measures.
+A device computes asynchronously; a synchronized clock waits for it. `engine.stats()` has the measurements of infinity.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.accelerator import get_accelerator
 from infinity.integrations.deepspeed.logs import log_dist, logger, memory_line
 
-_TRIMMED = 0.1  # of the longest and of the shortest times, which a mean leaves out
+_TRIMMED = 0.1  # the share of the longest, and of the shortest times that a mean omits
 
 
 class SynchronizedWallClockTimer:
-    """Clocks by name, each made as it is first asked for: `timers("forward").start()`.
+    """Clocks by name, each created at its first use: `timers("forward").start()`.
 
-    Where a model computes on a device, its work is waited for at every start and stop.
+    Every start and stop waits for the device, if there is one.
     """
 
     class Timer:
@@ -32,14 +32,14 @@ class SynchronizedWallClockTimer:
             self._times_s: list[float] = []
 
         def start(self) -> None:
-            """Let it run; an AssertionError if it runs already."""
+            """Start the clock. Raise AssertionError if it is running."""
             if self.started_:
                 raise AssertionError(f"{self.name_} timer has already been started: stop() it first")
             get_accelerator().synchronize()
             self._began_s, self.started_ = time.perf_counter(), True
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            """Keep the time since `start`; alone, if `reset`. All are kept, so `record` changes nothing."""
+            """Add the time since `start`; with `reset`, drop the earlier times. `record` has no effect."""
             if not self.started_:
                 raise AssertionError(f"{self.name_} timer is not started: start() it first")
             get_accelerator().synchronize()
@@ -48,12 +48,12 @@ class SynchronizedWallClockTimer:
             self.started_ = False
 
         def reset(self) -> None:
-            """Forget all times."""
+            """Stop the clock, and drop all times."""
             self.started_ = False
             self._times_s = []
 
         def elapsed(self, reset: bool = True) -> float:
-            """Milliseconds of all times; a clock that runs goes on running."""
+            """Return the sum of all times in milliseconds. A running clock continues to run."""
             runs = self.started_
             if runs:
                 self.stop()
@@ -65,14 +65,14 @@ class SynchronizedWallClockTimer:
             return total_ms
 
         def mean(self) -> float:
-            """Milliseconds of one time, without the longest and the shortest tenth."""
+            """Return the mean time in milliseconds, without the longest and the shortest tenth."""
             return trim_mean([took_s * 1e3 for took_s in self._times_s], _TRIMMED)
 
     def __init__(self) -> None:
         self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
 
     def get_timers(self) -> Mapping[str, Timer]:
-        """All of them by name."""
+        """Return all clocks by name."""
         return self.timers
 
     def __call__(self, name: str) -> Timer:
@@ -80,7 +80,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """What the process, and torch on its device, hold now, in words."""
+        """Return the memory of the process, and of torch on its device, in words."""
         return memory_line()
 
     def log(
@@ -91,13 +91,13 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Log milliseconds, divided by `normalizer`, of those that there are."""
+        """Log the milliseconds of the named clocks that exist, divided by `normalizer`."""
         there = [(name, self.timers[name].elapsed(reset) / normalizer) for name in names if name in self.timers]
         parts = [f"{name}: {took_ms:.2f}" for name, took_ms in there] + [memory_line()] * memory_breakdown
         log_dist(" | ".join(["time (ms)", *parts]), ranks)
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Mean milliseconds of one time of each of them, divided by `normalizer`."""
+        """Return the mean time of each named clock in milliseconds, divided by `normalizer`."""
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         for name in means if reset else ():
             self.timers[name].reset()
@@ -105,7 +105,7 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """The same, measuring nothing."""
+    """Has the interface of `SynchronizedWallClockTimer`, and measures nothing."""
 
     class Timer:
         def start(self) -> None: ...
@@ -141,12 +141,12 @@ class ThroughputTimer:
     Args:
         config: has `enabled`, and `synchronized` to wait for the device at each call.
         batch_size: samples of a step over all ranks.
-        start_step: steps that are not measured.
-        steps_per_output: a line is logged so often; None for never.
-        logging_fn: takes that line.
+        start_step: number of first steps that are not measured.
+        steps_per_output: number of steps between two lines in the log; None for no lines.
+        logging_fn: called with each line.
 
     Raises:
-        ConfigError: `steps_per_output` is no positive integer. It is a ValueError.
+        ConfigError: `steps_per_output` is no positive integer. ConfigError is a ValueError.
     """
 
     def __init__(
@@ -175,19 +175,19 @@ class ThroughputTimer:
         self.total_elapsed_time = self.step_elapsed_time = 0.0
 
     def update_epoch_count(self) -> None:
-        """Another epoch has begun."""
+        """Count the beginning of an epoch."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """A micro-batch begins."""
+        """Start the time of a micro-batch."""
         if self.config.enabled:
             self.initialized = self.started = True
             if self.global_step_count >= self.start_step:
                 self.start_time = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """It is over, and with it the step if `global_step`."""
+        """End the time of a micro-batch; with `global_step`, also the step."""
         if not self.config.enabled or not self.started:
             return
         self.started = False
@@ -205,7 +205,7 @@ class ThroughputTimer:
             self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Over the steps that were measured; minus infinity before there are any."""
+        """Return the samples per second of the measured steps; minus infinity if there are none."""
         steps = self.global_step_count - self.start_step
         return self.batch_size * steps / self.total_elapsed_time if steps > 0 else float("-inf")
 
@@ -227,7 +227,7 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without that share of the largest and of the smallest; 0 of nothing."""
+    """Return the mean without the given share of the largest and of the smallest values; 0 for no values."""
     if not 0.0 <= trim_percent <= 0.5:
         raise ConfigError(f"trim_mean: trim_percent is {trim_percent}; it is a share between 0 and 0.5")
     cut = round(len(data) * trim_percent)

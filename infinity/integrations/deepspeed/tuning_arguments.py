@@ -14,7 +14,7 @@ _RANGE_TEST: dict[str, Any] = {
     "lr_range_test_step_size": 1000,
     "lr_range_test_staircase": False,
 }
-# None is left to the schedule: the second half of a cycle is like the first, and there are no stairs.
+# None stands for the schedule's default: the second half of a cycle is like the first, without stairs.
 _ONE_CYCLE: dict[str, Any] = {
     "cycle_first_step_size": 1000,
     "cycle_first_stair_count": None,
@@ -60,22 +60,22 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def override_lr_range_test_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """Put what the parser has of this schedule into a section's parameters."""
+    """Copy the parsed options of the schedule LRRangeTest into a section's parameters."""
     params.update(_given(args, _RANGE_TEST))
 
 
 def override_1cycle_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """The same."""
+    """Copy the parsed options of the schedule OneCycle into a section's parameters."""
     params.update(_given(args, _ONE_CYCLE))
 
 
 def override_warmup_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """The same."""
+    """Copy the parsed options of the schedules with a warm-up into a section's parameters."""
     params.update(_given(args, _WARMUP))
 
 
 def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
-    """The same of all schedules."""
+    """Copy the parsed options of all schedules into a section's parameters."""
     params.update(_given(args, _RANGE_TEST | _ONE_CYCLE | _WARMUP | _COSINE))
 
 
@@ -84,7 +84,7 @@ def _given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """(the scheduler section, None), or (None, why there is none)."""
+    """Return (the scheduler section, None), or (None, why there is none)."""
     name = getattr(args, "lr_schedule", None)
     if name is None:
         return None, "--lr_schedule not specified on command line"
@@ -94,7 +94,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """(the learning rate that a section is about, ""), or (None, why there is none)."""
+    """Return (the main learning rate of a section, ""), or (None, why there is none)."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

@@ -1,7 +1,7 @@
-"""One parameter's master, gradient and optimizer states, whole or this rank's part, to look at and to set.
+"""Read and set a parameter's master, gradient and optimizer states, as a whole or this rank's part.
 
-All ranks call these together, with the same arguments where they set something. A parameter that no engine has gives
-None, and is left alone. Gradients are those of the step so far, without the loss scale.
+All ranks call these functions together; functions that set a value get the same arguments on all ranks. For a parameter
+without an engine, they return None or do nothing. Gradients are those of the step so far, without the loss scale.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infinity.zero.partition import ParamPart
 
 @dataclass(frozen=True)
 class _Found:
-    """A parameter of an engine at a moment when its values can be looked at."""
+    """A parameter of an engine whose values can be accessed now."""
 
     engine: Engine
     runtime: Runtime
@@ -35,11 +35,11 @@ class _Found:
         return list(self.runtime.partition.parts(self.place.unit, of=self.place.info))
 
     def zeros(self) -> torch.Tensor:
-        """A flat tensor for the values of all ranks."""
+        """Return a flat tensor of zeros for the values of all ranks."""
         return torch.zeros(self.place.info.numel, dtype=torch.float32, device="cpu")
 
     def whole(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's part of a flat tensor, of which each has filled in its own; in the parameter's shape."""
+        """Exchange the ranks' parts of a flat tensor, and return it in the parameter's shape."""
         runtime, unit = self.runtime, self.place.unit
         count = runtime.partition.sharding.count
         for rank in range(count) if count > 1 else ():
@@ -48,12 +48,12 @@ class _Found:
         return mine.view(self.place.info.shape).to(runtime.row(unit).params.tensor.device)
 
     def local(self, mine: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a flat tensor; all of it where states are not divided."""
+        """Return this rank's part of a flat tensor; the whole tensor if states are not divided."""
         device = self.runtime.row(self.place.unit).params.tensor.device
         return torch.cat([mine[part.param] for part in self.parts] or [mine[:0]]).to(device)
 
     def spread(self, value: torch.Tensor) -> torch.Tensor:
-        """The inverse of `local`; of several ranks that have the same part, the first one's counts."""
+        """Return a flat tensor with this rank's part set: the inverse of `local`. The first replica's values count."""
         numels = [part.stop - part.start for part in self.parts]
         if sum(numels) != value.numel():
             name = self.place.info.name
@@ -98,7 +98,7 @@ def _flat(value: torch.Tensor, found: _Found, what: str) -> torch.Tensor:
 
 
 def _parts(found: _Found, *, writable: bool) -> Iterator[tuple[ParamPart, dict[str, torch.Tensor]]]:
-    """This rank's parts of a trained parameter, and their optimizer states."""
+    """Yield this rank's parts of a trained parameter, and their optimizer states."""
     runtime, unit = found.runtime, found.place.unit
     for tile, fields in runtime.pipeline.tiles(unit.index, writable=writable):
         for part in runtime.partition.parts(unit, tile.start, tile.start + tile.numel, of=found.place.info):
@@ -114,7 +114,7 @@ def _master(param: nn.Parameter, what: str, give: Whole) -> torch.Tensor | None:
 
 
 def _float32(found: _Found) -> torch.Tensor:
-    """This rank's part of the master, or of the values of a parameter that is not trained, in a flat tensor."""
+    """Return a flat tensor with this rank's part of the master, or of a frozen parameter's values."""
     runtime, place = found.runtime, found.place
     mine = found.zeros()
     with runtime.executor.resident(runtime.row(place.unit)) as flat:
@@ -128,16 +128,16 @@ def _float32(found: _Found) -> torch.Tensor:
 
 
 def full_fp32_values(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the values of a parameter in float32, whole: its master, or if it is not trained, its widened values.
+    """Return the whole values of a parameter in float32: its master or, if it is frozen, its widened values.
 
-    None if no engine has the parameter. All ranks call this together.
+    Return None if the parameter has no engine. All ranks call this together.
     """
     found = _find(param, "full_fp32_values", stores=False)
     return None if found is None else found.whole(_float32(found))
 
 
 def local_values(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of this rank's part of the parameter itself, flat, in the dtype that it computes in."""
+    """Return a flat copy of this rank's part of the parameter itself, in the compute dtype."""
     found = _find(param, "param.ds_tensor", stores=False)
     if found is None:
         return None
@@ -162,23 +162,23 @@ def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.T
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The float32 master, whole, as a copy; None for a parameter that is not trained, which has none."""
+    """Return a copy of the whole float32 master; None for a frozen parameter."""
     return _master(param, "safe_get_full_fp32_param", _Found.whole)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of it, flat."""
+    """Return this rank's part of the float32 master, flat; None for a frozen parameter."""
     return _master(param, "safe_get_local_fp32_param", _Found.local)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the master, and the parameter with it."""
+    """Set the master, and the parameter to its rounded value."""
     what = "safe_set_full_fp32_param"
     _set_master(param, what, lambda found: _flat(value, found, what))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of it, flat."""
+    """Set this rank's part of the master and the parameter, flat."""
     _set_master(param, "safe_set_local_fp32_param", lambda found: found.spread(value))
 
 
@@ -186,7 +186,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def moment_names(params: Iterable[nn.Parameter]) -> list[str]:
-    """Which moments these parameters have, where one of them is trained."""
+    """Return the names of the moments; empty if none of the parameters is trained."""
     found = [found for param in params if (found := _find(param, "optimizer.state", stores=False)) is not None]
     trained = [one for one in found if one.place.info.trainable]
     return _names(trained[0]) if trained else []
@@ -232,23 +232,23 @@ def _set_moment(param: nn.Parameter, key: str, what: str, take: Callable[[_Found
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A moment such as `exp_avg`, whole, in float32; None for a parameter that is not trained."""
+    """Return a whole moment, such as `exp_avg`, in float32; None for a frozen parameter."""
     return _moment(param, optim_state_key, "safe_get_full_optimizer_state", _Found.whole)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of it, flat."""
+    """Return this rank's part of a moment, flat, in float32; None for a frozen parameter."""
     return _moment(param, optim_state_key, "safe_get_local_optimizer_state", _Found.local)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set a moment, rounded as the state format does."""
+    """Set a moment, rounded to the state format."""
     what = "safe_set_full_optimizer_state"
     _set_moment(param, optim_state_key, what, lambda found: _flat(value, found, what))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of it, flat."""
+    """Set this rank's part of a moment, flat."""
     _set_moment(param, optim_state_key, "safe_set_local_optimizer_state", lambda found: found.spread(value))
 
 
@@ -289,36 +289,36 @@ def _set_gradient(param: nn.Parameter, what: str, take: Callable[[_Found], torch
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient, whole, in float32; None if there is none.
+    """Return the whole gradient in float32; None if there is none.
 
-    At stages 0 and 1 gradients are reduced in the backward pass of the last micro-batch. Before it, this is a copy of
-    what the reduction would give by now; inside `no_sync` it is what this rank has, whatever others have.
+    At stages 0 and 1 gradients are reduced in the backward pass of the last micro-batch. Before it, this returns a
+    reduced copy of the gradients so far; inside `no_sync`, the gradient of this rank alone.
 
     Raises:
-        InfinityError: it has been used already.
+        InfinityError: the gradient has been used for an update.
     """
     return _gradient(param, "safe_get_full_grad", _Found.whole)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of it, flat."""
+    """Return this rank's part of the gradient, flat, in float32; None if there is none."""
     return _gradient(param, "safe_get_local_grad", _Found.local)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the gradient that `step()` will use; it counts for the norm."""
+    """Set the gradient that `step()` will use, also for the norm."""
     _set_gradient(param, "safe_set_full_grad", lambda found: _flat(value, found, "safe_set_full_grad"))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's part of it, flat."""
+    """Set this rank's part of the gradient, flat."""
     _set_gradient(param, "safe_set_local_grad", lambda found: found.spread(value))
 
 
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Set the gradient of each parameter that has one to what `update_func` makes of it and the parameter."""
+    """Replace the gradient of each parameter that has one by `update_func(gradient, parameter)`."""
     what = "safe_update_full_grad_vectorized"
     for param in param_list:
         grad = _gradient(param, what, _Found.whole)

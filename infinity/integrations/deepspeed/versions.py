@@ -1,4 +1,4 @@
-"""`deepspeed.git_version_info`: what this is, and the torch that it runs with."""
+"""`deepspeed.git_version_info`: the versions of infinity and of torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from infinity import __version__
 
 git_hash = git_branch = f"infinity {__version__}"
-# Of the torch that is imported, since nothing was built against another; "0.0" for what it has not.
+# The versions of the imported torch, because nothing was built against another one; "0.0" for missing parts.
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "cuda_version": ".".join((torch.version.cuda or "0.0").split(".")[:2]),

@@ -1,6 +1,6 @@
-"""The section `zero_optimization` as DeepSpeed's class, with its fields and defaults, for scripts that have one.
+"""The section `zero_optimization` as DeepSpeed's class, with its fields and defaults, for scripts that use the class.
 
-`initialize` reads the configuration by itself: what a key does here, if anything, is in docs/configuration.md.
+`initialize` does not use it. docs/configuration.md describes the effect of each key here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from infinity.integrations.deepspeed.config_model import DeepSpeedConfigModel
 _Count = Annotated[int, Field(ge=0)]
 _Names = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
-# What DeepSpeed gathers whole by default: blocks of experts.
+# Modules that DeepSpeed gathers as a whole by default: blocks of experts.
 DEFAULT_LEAF_MODULE_CLASSES = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
@@ -29,7 +29,7 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Homes of what is offloaded."""
+    """The homes of offloaded states."""
 
     none = "none"
     cpu = "cpu"
@@ -37,7 +37,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What `offload_states` can be asked to take off the device."""
+    """The kinds of states that `offload_states` of DeepSpeed can move off the device."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -47,7 +47,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class ZeroStageEnum(int, Enum):
-    """The stages by what they divide."""
+    """The stages, named by the states that they divide."""
 
     disabled = 0
     optimizer_states = 1
@@ -83,12 +83,12 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
 
     @property
     def pipeline(self) -> bool:
-        """Reads or writes overlap with the update."""
+        """Whether reads or writes overlap with the update."""
         return self.pipeline_read or self.pipeline_write
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
-    """The section `leaf_module`: classes by their full names, and modules by their own; one name may stand alone."""
+    """The section `leaf_module`: full names of classes, names of modules, and suffixes of these; a list or one name."""
 
     classes: _Names = Field(default_factory=DEFAULT_LEAF_MODULE_CLASSES.copy)
     names: _Names = Field(default_factory=DEFAULT_LEAF_MODULE_NAMES.copy)
@@ -173,7 +173,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
 
 
 def known_zero_config(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    """What the section says to DeepSpeed, without the keys that are infinity's own."""
+    """Return DeepSpeed's section, without infinity's own keys."""
     fields = DeepSpeedZeroConfig.model_fields
     known = {name for key, field in fields.items() for name in (key, field.alias) if name}
     values = {key: value for key, value in section.items() if key in known and value is not None}
@@ -181,7 +181,7 @@ def known_zero_config(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    """The section of a configuration, or its defaults where there is none."""
+    """Return the section of a configuration, or its defaults if there is none."""
     section = param_dict.get("zero_optimization", {})
     if isinstance(section, bool):  # its oldest form
         section = {"stage": int(section)}

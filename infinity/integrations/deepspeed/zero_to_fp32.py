@@ -1,4 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: the float32 weights of a checkpoint, as a state dict in memory or as a file."""
+"""`deepspeed.utils.zero_to_fp32`: return float32 weights of a checkpoint as a state dict, or write them to a file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The exact float32 masters of a checkpoint by name, with frozen parameters and buffers, in host memory.
+    """Return the exact float32 masters of a checkpoint, and frozen parameters and buffers, by name, in host memory.
 
-    Of parameters and buffers that have several names, all of them are there, for one tensor.
+    Parameters and buffers with several names are in the result under all of them, as one tensor.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
-        ConfigError: `lazy_mode` is asked for.
+        ConfigError: `lazy_mode` is true.
     """
     if lazy_mode:
         raise ConfigError("lazy_mode is not supported: leave it out, or read the checkpoint's safetensors yourself")
@@ -46,7 +46,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
             state |= {name: reader.whole(f"{field}.{name}").float() for name in manifest.stored(field)}
     extra = read_extra(path, manifest)
     state |= extra["buffers"]
-    names = extra.get("tied")  # not in checkpoints of before
+    names = extra.get("tied")  # missing in older checkpoints
     tied = {name: state[first] for name, first in names.items() if first in state} if isinstance(names, dict) else {}
     return state | tied
 
@@ -54,7 +54,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load the float32 weights of a checkpoint into its model, which becomes float32 unless an engine has it."""
+    """Load the float32 weights of a checkpoint into its model. A model without an engine is converted to float32."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if all(owner_of(param) is None for param in model.parameters()):
         model.float()
@@ -63,8 +63,8 @@ def load_state_dict_from_zero_checkpoint(
     lacking = [name for name in missing if tied.get(name) not in state]
     if lacking or unexpected:
         name = (lacking or unexpected)[0]
-        side = "the checkpoint has not" if lacking else "the model has not"
-        raise CheckpointError(f"{checkpoint_dir} is of another model: `{name}` is a parameter that {side}")
+        side = "the checkpoint" if lacking else "the model"
+        raise CheckpointError(f"{checkpoint_dir} is of another model: {side} has no parameter `{name}`")
     return model
 
 
@@ -79,11 +79,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write the float32 weights of a checkpoint into one file, `pytorch_model.bin` or `model.safetensors`.
 
     Raises:
-        ConfigError: they are more than `max_shard_size`.
+        ConfigError: the weights are larger than `max_shard_size`.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    once = {id(value): name for name, value in reversed(state.items())}  # a file of safetensors has no tied ones
+    once = {id(value): name for name, value in reversed(state.items())}  # safetensors files have no tied tensors
     nbytes = sum(state[name].nbytes for name in once.values())
     if max_shard_size is not None and nbytes > parse_size(max_shard_size):
         raise ConfigError(
@@ -98,7 +98,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         torch.save(state, Path(output_dir) / "pytorch_model.bin")
 
 
-# The file that lies beside the checkpoints, as DeepSpeed's does: `python zero_to_fp32.py . weights`.
+# A script that is written into the directory of checkpoints, as in DeepSpeed: `python zero_to_fp32.py . weights`.
 SCRIPT_NAME = "zero_to_fp32.py"
 SCRIPT = """from infinity.utils.zero_to_fp32 import main
 
@@ -107,15 +107,15 @@ main()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The script's command line."""
+    """Run the script's command line."""
     parser = argparse.ArgumentParser(description="Write the float32 weights of a checkpoint into one file.")
     parser.add_argument("checkpoint_dir", help="the directory that save_checkpoint was given")
     parser.add_argument("output_dir", help="where pytorch_model.bin is written")
-    parser.add_argument("-t", "--tag", help="of the checkpoint; the last one by default")
+    parser.add_argument("-t", "--tag", help="tag of the checkpoint; by default the last one")
     parser.add_argument("--max_shard_size", default=None, help="refuse to write more than this, such as 5GB")
     parser.add_argument("--safe_serialization", action="store_true", help="write model.safetensors")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
-    parser.add_argument("-d", "--debug", action="store_true", help="changes nothing")
+    parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
     args = parser.parse_args(arguments)
     convert_zero_checkpoint_to_fp32_state_dict(
         args.checkpoint_dir,

@@ -1,4 +1,4 @@
-"""infinity under DeepSpeed's name: `deepspeed.__infinity__` is its version. What is not here is not supported."""
+"""infinity under DeepSpeed's name. `deepspeed.__infinity__` is its version. Missing names are not supported."""
 
 import sys as _sys
 
