@@ -206,8 +206,8 @@ class Commits:
         step = self.resumable_step
         if step is not None:
             raise CheckpointError(
-                f"{what} would overwrite what an earlier process has left: run {self._run.id} at step {step} "
-                f"({self._run.record_path}). Call engine.resume() first (infinity train --resume) to go on from it, or "
+                f"{what} would overwrite the states of an earlier process: run {self._run.id} at step {step} "
+                f"({self._run.record_path}). Call engine.resume() first (infinity train --resume) to continue from it, or "
                 f"remove it: infinity states remove {self._run.record_path.parent}"
             )
 

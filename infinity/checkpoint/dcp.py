@@ -280,7 +280,7 @@ def _read_metadata(path: Path) -> Metadata:
         raise CheckpointError(f"{path / METADATA} has no metadata of a checkpoint in files")
     for info in content.storage_data.values():
         if not is_file_name(info.relative_path):
-            raise CheckpointError(f"{path / METADATA} names {info.relative_path!r}, which is no file beside it")
+            raise CheckpointError(f"{path / METADATA} names {info.relative_path!r}, which is no file in its directory")
     for key, found in content.state_dict_metadata.items():
         if isinstance(found, TensorStorageMetadata):
             _check_covered(path, key, found)

@@ -131,7 +131,7 @@ def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> list[str
     for rank in range(len(found)):
         if rank not in found:
             here = next(iter(found.values()))
-            raise CheckpointError(f"{path} has no file of rank {rank} beside {here}: copy those of all ranks here")
+            raise CheckpointError(f"{path} has {here}, but no file of rank {rank}: copy the files of all ranks here")
     return [found[rank] for rank in range(len(found))]
 
 

@@ -209,7 +209,7 @@ def _check_loss_scale(path: Path, saved: Mapping[str, Any]) -> None:
 def _check_schedule(path: Path, state: Any, lr_scheduler: Any | None) -> None:
     if (state is None) != (lr_scheduler is None):
         saved, here = ("no LR schedule", "has one") if state is None else ("an LR schedule", "has none")
-        _log.warning("%s has %s and this run %s: the learning rate goes on from the saved value", path, saved, here)
+        _log.warning("%s has %s and this run %s: the learning rate continues from the saved value", path, saved, here)
         return
     if lr_scheduler is not None and (
         not isinstance(state, dict) or state.keys() != _schedule_state(lr_scheduler).keys()

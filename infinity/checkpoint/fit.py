@@ -49,9 +49,9 @@ def _check_model(path: Path, manifest: Manifest, run: Run, *, strict: bool) -> N
     if strict:
         raise CheckpointError(
             f"{path} is of another model: {difference}. Build the model that was saved, or pass strict_model=False to "
-            "take its values all the same"
+            "load its values anyway"
         )
-    _log.warning("%s is of another model, and is loaded all the same: %s", path, difference)
+    _log.warning("%s is of another model, and is loaded anyway: %s", path, difference)
 
 
 def _check_moments(path: Path, manifest: Manifest, runtime: Runtime) -> None:

@@ -1,10 +1,10 @@
 """Make optimizer states for parameters that were frozen at `initialize` and are trained from now on.
 
 [Note: states that are laid out anew]
-The layout of tiles, files, budgets and even units depends on the number of states. So nothing is moved in place. Between
-two steps the engine's state is saved as a checkpoint, its tiers are freed and built again as by `initialize`, and the
-checkpoint is loaded. In that checkpoint the parameters are frozen, so they keep their values and get fresh states. If
-memory is too small for the new tiers, the old ones are built again, and the engine is unchanged.
+The layout of tiles, files, budgets and even units depends on the number of states. So nothing is moved in place.
+Between two steps the engine's state is saved as a checkpoint, its tiers are freed and built again as by `initialize`,
+and the checkpoint is loaded. In that checkpoint the parameters are frozen, so they keep their values and get fresh
+states. If memory is too small for the new tiers, the old ones are built again, and the engine is unchanged.
 """
 
 from __future__ import annotations

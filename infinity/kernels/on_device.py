@@ -142,7 +142,7 @@ def _compiled(name: str, device: torch.device, is_right: Callable[[Any], bool], 
 def measures(norm: Callable[[torch.Tensor], torch.Tensor], device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `norm` on this device equals the host's, for values of any magnitude, and for infinite values and NaN."""
     for worst in (0.0, torch.inf, torch.nan):
-        values = _wild(5).to(dtype).nan_to_num(0.0, 0.0, 0.0)
+        values = _extreme_values(5).to(dtype).nan_to_num(0.0, 0.0, 0.0)
         values[77] = worst
         there = norm(values.to(device)).cpu()
         if not torch.isclose(there, values.double().norm(), rtol=1e-12, atol=0.0, equal_nan=True):
@@ -152,14 +152,14 @@ def measures(norm: Callable[[torch.Tensor], torch.Tensor], device: torch.device,
 
 def agrees(run: Update, device: torch.device, loop: Loop, form: _Form) -> bool:
     """Whether an update on this device gives the bits of the host's kernels, for values of any magnitude."""
-    dtype, beside, grad_dtype = form
-    grad = _wild(1).to(grad_dtype)
+    dtype, master_dtype, grad_dtype = form
+    grad = _extreme_values(1).to(grad_dtype)
     for rule in _rules(loop):
-        param = _wild(4).to(dtype)
-        master = None if beside is None else _beside(beside)
+        param = _extreme_values(4).to(dtype)
+        master = None if master_dtype is None else _extreme_master(master_dtype)
         param[::9] = 1.0  # changed outside the optimizer
-        first = None if rule.first is None else _wild(2)
-        second = None if rule.second is None else _wild(3).abs()
+        first = None if rule.first is None else _extreme_values(2)
+        second = None if rule.second is None else _extreme_values(3).abs()
         here = (param, master, first, second)
         there = [None if each is None else each.to(device, copy=True) for each in here]
         moments = [None if each is None else Moment(each) for each in (first, second)]
@@ -187,7 +187,7 @@ def _rules(loop: Loop) -> Iterator[Rule]:
     return (rule for rule in rules if rule.loop()[0] is loop)
 
 
-def _wild(seed: int) -> torch.Tensor:
+def _extreme_values(seed: int) -> torch.Tensor:
     """Return finite values of every magnitude, including denormal ones and zeros of both signs."""
     drawn = torch.Generator().manual_seed(seed)
     magnitude = torch.empty(_TRIED, device="cpu").uniform_(-44, 18, generator=drawn)
@@ -197,8 +197,8 @@ def _wild(seed: int) -> torch.Tensor:
     return values
 
 
-def _beside(dtype: torch.dtype) -> torch.Tensor:
-    values = _wild(4)
+def _extreme_master(dtype: torch.dtype) -> torch.Tensor:
+    values = _extreme_values(4)
     return values.view(torch.int16)[::2].contiguous() if dtype == torch.int16 else values
 
 

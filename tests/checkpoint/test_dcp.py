@@ -123,7 +123,7 @@ def test_what_cannot_be_taken_over_is_refused(change, saved, tmp_path) -> None:
         export_dcp(saved, path)
         message = {
             "code": "which is no part of such metadata",
-            "path": "no file beside it",
+            "path": "no file in its directory",
             "missing": "cannot be read",
         }[change]
     if change == "code":
