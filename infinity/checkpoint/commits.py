@@ -207,7 +207,7 @@ class Commits:
         if step is not None:
             raise CheckpointError(
                 f"{what} would overwrite the states of an earlier process: run {self._run.id} at step {step} "
-                f"({self._run.record_path}). Call engine.resume() first (infinity train --resume) to continue from it, or "
+                f"({self._run.record_path}). Call engine.resume() first (infinity train --resume) to continue it, or "
                 f"remove it: infinity states remove {self._run.record_path.parent}"
             )
 

@@ -177,7 +177,7 @@ def restore_interrupted(directory: Path) -> set[str]:
         return {path.name.removeprefix(_OLD) for path in directory.glob(f"{_OLD}*")}
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or directory}: a checkpoint that an interrupted save has moved cannot be found or renamed "
+            f"{error.filename or directory}: a checkpoint that an interrupted save moved cannot be found or renamed "
             f"({error.strerror}): if there is a `{_OLD}<tag>`, rename it to `<tag>`"
         ) from error
 

@@ -47,7 +47,7 @@ class Engine(engine.Engine):
 
     @property
     def global_samples(self) -> int:
-        """The number of samples so far, including skipped updates. Counts backward passes if each `step()` is a step."""
+        """The number of samples so far, including skipped steps; of backward passes, without managed accumulation."""
         counts, config = self._step.counter.counts, self.config
         if config.managed_accumulation:
             return counts.global_steps * config.train_batch_size
