@@ -62,9 +62,8 @@ inline uint16_t f32_to_f16(float x) {
 //     hi = (master + 0x8000) >> 16      master = (hi << 16) + lo, lo signed       (on the bit patterns)
 //
 // hi is the bf16 nearest to the master; a master in the middle between two is rounded away from zero. It cannot be
-// rounded to even: 65537 masters are rounded to each even bf16, one more than 16 bits can distinguish. The pair is as
-// exact as the master: every bit pattern is restored, except that a NaN keeps only its sign (its rounding could carry
-// into the sign).
+// rounded to even: 65537 masters are rounded to each even bf16, one more than 16 bits can distinguish. The pair
+// restores every bit pattern, except that a NaN keeps only its sign (its rounding could carry into the sign).
 inline uint32_t split_bits(float master) {
     const uint32_t u = bits_of(master);
     return is_nan(u) ? (u & 0x80000000u) | 0x7fc00000u : u;

@@ -1,6 +1,5 @@
 // The interface of the kernels of one instruction set. Plain data only: this header is compiled with the flags of every
-// set. The linker could choose an inline function of the standard library that was compiled for a set that the machine
-// does not have.
+// set, and the linker could keep an inline function that was compiled for a set that the machine does not have.
 #pragma once
 
 #include <stddef.h>
@@ -99,15 +98,13 @@ struct GradArgs {
 struct Kernels {
     const char* name;
     // `update` and `grad_store` process elements [begin, end); begin is a multiple of kBlock.
-    // `lost` is null, except for an adamw update with 16-bit gradients and fp32 moments (for the gradients) and split
-    // parameters (for the parameters).
+    // `lost` needs adamw, 16-bit gradients and fp32 moments, and its `param_positions` split parameters; else null.
     void (*update)(const UpdateArgs&, size_t begin, size_t end, Lost* lost);
     // Returns the sum of squares of the stored values. It is finite if and only if all of them are.
     double (*grad_store)(const GradArgs&, size_t begin, size_t end);
     void (*split)(const float* master, uint16_t* param, int16_t* low_bits, size_t n);
     void (*join)(const uint16_t* param, const int16_t* low_bits, float* master, size_t n);
-    // Convert a moment between the format of `update` and fp32, from an element whose index is a multiple of
-    // kScaleBlock.
+    // Convert a moment between the format of `update` and fp32, from an index that is a multiple of kScaleBlock.
     void (*load_moment)(MomentKind kind, bool is_signed, const Moment& moment, float* out, size_t n);
     void (*store_moment)(MomentKind kind, bool is_signed, const Moment& moment, const float* values, size_t n,
                          uint64_t seed, uint64_t index);

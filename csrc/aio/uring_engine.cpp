@@ -33,9 +33,8 @@ constexpr unsigned kMaxFiles = 64;
 constexpr std::size_t kMaxRegionNbytes = std::size_t{1} << 30; // the kernel's limit for one registered buffer
 constexpr std::size_t kMaxEntryNbytes = std::size_t{1} << 30;  // the size field of an entry has 32 bits
 constexpr std::chrono::milliseconds kRefusalPause{1};
-// The drive works on these entries while the thread prepares the next ones. If all entries of a depth of 32 were
-// submitted at once, drive and thread would work in turns: the rate of 4 KiB reads was 0.83 of the present one, with a
-// tenth less processor time (bench-io, virtio).
+// The drive works on these entries while the thread prepares the next ones. With all of a depth of 32 at once, drive
+// and thread work in turns: 0.83 of the rate of 4 KiB reads, with a tenth less processor time (bench-io, virtio).
 constexpr unsigned kSubmittedAtOnce = 2;
 
 struct Region {
@@ -138,9 +137,8 @@ class UringEngine final : public Engine {
     }
 
   private:
-    // Makes a system call only if the ring's thread may be asleep. The thread sets `may_sleep_` before it checks the
-    // queue for the last time, and the queue's mutex orders this check and the push: the thread has either seen the
-    // request, or is woken.
+    // Makes a system call only if the ring's thread may be asleep. That thread sets `may_sleep_` before its last check
+    // of the queue, whose mutex orders this check and the push: the thread has seen the request, or is woken.
     void wake() override {
         if (!may_sleep_.exchange(false)) {
             return;

@@ -17,11 +17,7 @@ BLOCK_BYTES = 512 << 10
 
 
 class BlockSums:
-    """Computes the checksum of every block of a stream of bytes.
-
-    Attributes:
-        sums: the checksums so far; the last one may be that of an incomplete block.
-    """
+    """Computes the checksum of every block of a stream of bytes; the last block may be incomplete."""
 
     def __init__(self) -> None:
         self.sums = array("I")

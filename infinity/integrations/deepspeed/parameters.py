@@ -40,12 +40,7 @@ _ids = count()
 
 @dataclass
 class _Look:
-    """A parameter without an engine in GatheredParameters.
-
-    Attributes:
-        version: version of the last allowed change.
-        contexts: number of contexts that the parameter is in.
-    """
+    """A parameter without an engine in GatheredParameters: its version after the last allowed change."""
 
     version: int
     contexts: int = 0
