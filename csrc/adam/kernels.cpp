@@ -65,9 +65,8 @@ void end_stream() {
 #endif
 }
 
-// Copies values to scratch memory, because the rule stores its results elsewhere. The copy uses whole vectors, because
-// they are read again: a load of bytes from two stores waits until both are in the cache, and all streamed data before
-// them, which halves the rate.
+// Copies values to scratch memory, because the rule stores its results elsewhere. The copy uses whole vectors: a later
+// load from two stores would wait until both, and all streamed data before them, are in the cache (half the rate).
 float* to_scratch(float* scratch, const float* source, size_t n) {
     size_t i = 0;
 #if defined(__AVX512F__)

@@ -21,8 +21,7 @@ inline RandomKey random_key(uint64_t seed, uint64_t index) {
     return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
 }
 
-// A 32-bit finalizer (C. Wellons' lowbias32) with a second key in the middle: otherwise, the sequence of one seed could
-// be that of another one, shifted.
+// A 32-bit finalizer (C. Wellons' lowbias32) with a second key in the middle, so that no seed is a shift of another.
 inline uint32_t random_bits(RandomKey key, uint32_t index) {
     uint32_t x = index ^ key.first;
     x = (x ^ (x >> 16)) * 0x7feb352du;

@@ -1,6 +1,5 @@
-// Converts 16 elements of 8-bit moments at a time, with the same bits as the plain loops of quantize.h. gcc vectorises
-// these loops into 64 lanes of bytes, which are slow to widen. Only included by kernels.cpp, after quantize.h, for sets
-// with AVX-512.
+// Converts 16 elements of 8-bit moments at a time, with the same bits as the plain loops of quantize.h, which gcc
+// vectorises into 64 lanes of bytes that are slow to widen. Only included by kernels.cpp, for sets with AVX-512.
 //
 // Each function returns the number of elements that it has converted, a multiple of 16. The plain loop does the rest.
 

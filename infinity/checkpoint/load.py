@@ -189,8 +189,7 @@ class _Source:
     """Reads values of the checkpoint.
 
     Attributes:
-        trained: names of parameters that were trained when the checkpoint was saved.
-        frozen: names of the other parameters in the checkpoint.
+        trained, frozen: names of the parameters in the checkpoint that were trained, or frozen, when it was saved.
         moments: format of the moments; None to set the moments to zero.
     """
 

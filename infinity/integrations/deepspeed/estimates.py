@@ -6,8 +6,7 @@ figures of this engine come from `infinity plan`, which also knows NVMe, state f
 [Note: bytes of a parameter]
 Rajbhandari et al., arXiv 1910.02054, section 3.1, as DeepSpeed counts them: 2 for the weight, 2 for the gradient, 4 for
 the gradient in fp32, 4 for the master and 8 for both moments. Host bytes are multiplied by `additional_buffer_factor`
-for pinned buffers and fragmentation. If the model is not built under `zero.Init`, each rank has a copy on the host, in
-fp32.
+for pinned buffers and fragmentation. Without `zero.Init`, each rank builds a copy of the model on the host, in fp32.
 """
 
 from __future__ import annotations
