@@ -22,8 +22,8 @@ _GATHERED = "saving always gathers, one unit at a time"
 _CHECKPOINTS = "checkpoints are always stored by parameter name, in safetensors"
 
 NO_EFFECT: dict[str, str] = {
-    "tuned": "what `infinity tune` chose, and why",
-    "steps_per_print": "printing is the training loop's; see engine.stats()",
+    "tuned": "it records the choice of `infinity tune`, and the reasons",
+    "steps_per_print": "the training loop prints; see engine.stats()",
     "memory_breakdown": "engine.stats() always has the peak bytes of each tier",
     "dump_state": "the resolved configuration is logged at level DEBUG",
     "zero_allow_untested_optimizer": "unsupported optimizers are refused by name",
@@ -32,7 +32,7 @@ NO_EFFECT: dict[str, str] = {
     "prescale_gradients": _PRESCALED,
     "gradient_predivide_factor": _PRESCALED,
     "sparse_gradients": "sparse gradients are accepted and made dense",
-    "disable_python_gc": "Python's garbage collector is left alone",
+    "disable_python_gc": "Python's garbage collector is not changed",
     "log_level": "use Python's logging configuration",
     "vocabulary_size": "DeepSpeed only warns about its alignment",
     "use_data_before_expert_parallelism": "there are no expert-parallel groups; see expert_parallel",
@@ -109,7 +109,7 @@ NO_EFFECT: dict[str, str] = {
     "activation_checkpointing.number_checkpoints": "the arena's size is tiering.activation_memory",
     "activation_checkpointing.synchronize_checkpoint_boundary": "no synchronization is needed",
     "activation_checkpointing.profile": "engine.stats() always has the seconds of each phase",
-    "torch_autocast.lower_precision_safe_modules": "gradients travel in communication_data_type",
+    "torch_autocast.lower_precision_safe_modules": "ranks exchange gradients in communication_data_type",
     "bf16.immediate_grad_update": "gradients leave the parameters as backward produces them",
 }
 

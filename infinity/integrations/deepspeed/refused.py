@@ -52,7 +52,7 @@ REFUSED = {
     "LossScaleProfile": _SCALE,
     "LossScaler": _SCALE,
     "MiCS_Optimizer": "zero_optimization.mics_shard_size says how many ranks divide the states",
-    "QuantizerBuilder": "nothing that is sent is quantized",
+    "QuantizerBuilder": "communication is not quantized",
     "SuperOffloadOptimizer_Stage3": "zero_optimization.offload_optimizer says where states are; updates overlap anyway",
     "TiledLinearReturnBias": "use TiledLinear, whose bias is added",
     "TransformerBuilder": _LAYERS,
