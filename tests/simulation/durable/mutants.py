@@ -101,8 +101,8 @@ def _close_with_other_bits(slots: Slots, gate: Any) -> Any:
 
 
 def _tell_before_record(commits: Any, closed: Any) -> None:
-    commits._told += 1
-    commits._tell_ranks()
+    commits._commits += 1
+    commits._meet_ranks()
     commits._runtime.swap.record((closed.generation,) if commits._last is None else (closed.generation, commits._last))
     commits._last = closed.generation
 
@@ -190,7 +190,7 @@ MUTANTS = {
     "alone": Mutant(
         "a rank goes on without the others' records",
         Commits,
-        "_tell_ranks",
+        "_meet_ranks",
         _nothing,
         ("open", "step", "step", "step"),
         layout=_TWO,
