@@ -198,7 +198,7 @@ def _beats(point: SweepPoint, kept: SweepPoint) -> bool:
 
 
 def _cheapest(points: Sequence[SweepPoint]) -> SweepPoint:
-    """Of the settings practically as fast as the fastest, return the one with the fewest bytes in flight."""
+    """Return the setting with the fewest bytes in flight among those that are practically as fast as the fastest."""
     fastest = max(point.bytes_per_s for point in points)
     good = [point for point in points if point.bytes_per_s >= _GOOD_ENOUGH * fastest]
     return min(good, key=lambda point: (point.in_flight_bytes, point.options.block_size_bytes))

@@ -95,7 +95,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def scale(self, loss: torch.Tensor, scale_wrt_gas: bool = True, *, retain_graph: bool = False) -> torch.Tensor:
-        """As the engine's. `retain_graph` has no effect: give it to the `backward()` of the result.
+        """As in `infinity.Engine`. `retain_graph` has no effect: give it to the `backward()` of the result.
 
         Raises:
             AssertedConfigError: `loss` is not one number that has a gradient.
@@ -109,7 +109,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As the engine's.
+        """As in `infinity.Engine`.
 
         Raises:
             AssertedError: at stages 2 and 3 on several ranks, or within another one.
@@ -126,7 +126,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
             yield
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """As the engine's.
+        """As in `infinity.Engine`.
 
         Raises:
             AssertedError: every `step()` ends a step, or no memory is reserved for gradients of several passes.
@@ -137,19 +137,19 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
             raise AssertedError(str(error)) from error
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the engine's."""
+        """As in `infinity.Engine`."""
         if self.training:
             self.tput_timer.start()
         return super().forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """As the engine's, but return the loss divided by the gradient accumulation steps, in its own dtype."""
+        """As in `infinity.Engine`, but return the loss divided by the gradient accumulation steps, in its own dtype."""
         super().backward(loss, retain_graph, scale_wrt_gas)
         steps = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         return loss if steps == 1 else loss / steps
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """As the engine's.
+        """As in `infinity.Engine`.
 
         Raises:
             AssertedError: inside `no_sync`.
@@ -231,7 +231,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As the engine's, but return True.
+        """As in `infinity.Engine`, but return True.
 
         Raises:
             AssertedConfigError: `save_dir` is empty, or the tag is not the same on all ranks.
@@ -255,7 +255,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As the engine's.
+        """As in `infinity.Engine`.
 
         Raises:
             ConfigError: `custom_load_fn` is given.
@@ -278,7 +278,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As the engine's, but write one file, and return True."""
+        """As in `infinity.Engine`, but write one file, and return True."""
         self._session.export(
             save_dir,
             super().named_parameters(),
