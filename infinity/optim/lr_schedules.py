@@ -156,7 +156,7 @@ class _Schedule(LRScheduler):
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         if last_batch_iteration != -1:
             raise ConfigError(
-                f"{type(self).__name__}: last_batch_iteration is {last_batch_iteration}; leave it out, and continue with "
+                f"{type(self).__name__}: last_batch_iteration is {last_batch_iteration}; leave it out, and continue by "
                 "load_state_dict() or engine.load_checkpoint()"
             )
         super().__init__(optimizer)
