@@ -47,7 +47,7 @@ class Lanes(Clock):
 
     Attributes:
         now_s: time since the start.
-        waited_s: of the compute thread, by cause.
+        waited_s: waits of the compute thread, by cause.
         busy_s: time in which each part was busy.
         cost: of an operation, see `Clock.start`.
 
@@ -135,7 +135,7 @@ class Lanes(Clock):
         """Advance to the end of the next task."""
         busy = frozenset(name for name, lane in self._lanes.items() if lane)
         if not busy:
-            raise RuntimeError("everybody waits, and nothing is under way")
+            raise RuntimeError("deadlock: the compute thread waits, but no lane is busy")
         if busy not in self._known:
             self._known[busy] = self._speeds(busy)
         speeds = self._known[busy]
