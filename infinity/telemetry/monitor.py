@@ -111,7 +111,7 @@ class Monitor:
             try:
                 writer.write(events)
             except Exception as error:  # a library, network or disk error must not end the training
-                _log.warning("%s takes no more events, and is left out from here on: %s", writer, error)
+                _log.warning("%s failed; later events are not written to it: %s", writer, error)
                 self._writers.remove(writer)
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ def test_files_are_tokenized_line_after_line_in_bounded_pieces(tmp_path, monkeyp
 def test_text_without_tokens_is_refused_by_name(tmp_path) -> None:
     path = tmp_path / "blank.txt"
     path.write_text("   \n  ")
-    with pytest.raises(ConfigError, match=r"makes no token of --data \(.*blank\.txt\)"):
+    with pytest.raises(ConfigError, match=r"finds no token in --data \(.*blank\.txt\)"):
         TokenizedFiles([path], WordLengths())
 
 
