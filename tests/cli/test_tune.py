@@ -168,7 +168,7 @@ def test_a_signal_leaves_the_best_so_far_and_resume_goes_on(
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
         (["--host-memory", "1MiB"], "tiering.host_memory is 1.00 GiB, above --host-memory 1.00 MiB"),
         (["--out", "/nowhere/tuned.json"], "--out /nowhere/tuned.json: there is no such directory"),
-        (["--out", "config.json"], "which stays as it is: name another file"),
+        (["--out", "config.json"], "which is not overwritten: name another file"),
         (["--html", "/nowhere/page.html"], "there is no such directory"),
     ],
 )
