@@ -161,7 +161,7 @@ def _plot(records: list[dict[str, Any]], path: Path) -> None:
 def _peer_process(python: Path, numel: int, threads: int) -> Iterator[Callable[[], float]]:
     """Run DeepSpeed's optimizer in a process of its own. Each call of the yielded function returns a step's seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
-    environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"  # its ninja
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"  # for its own ninja
     environment.pop("PYTHONPATH", None)
     with tempfile.TemporaryDirectory(prefix="infinity-peer-") as built, tempfile.TemporaryFile("w+") as log:
         # DeepSpeed compiles into this directory and loads libraries from it, so no other user may write to it.

@@ -182,7 +182,7 @@ def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
     asked = trained.get("tokenizer") if args.model in (None, trained.get("model")) else None
     tokenizer = find_tokenizer(name if directory is None else str(directory), asked)
     if tokenizer is None and trained:
-        tokenizer = byte_tokenizer()  # what it was trained with
+        tokenizer = byte_tokenizer()  # `infinity train` without a tokenizer trains on bytes
     model, rank = model_shape(name), trained.get("lora")
     return with_adapters(model, rank) if rank else model, tokenizer
 

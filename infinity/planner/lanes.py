@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from infinity.simulation.clock import Clock, Operation, Tempo
 
-Speeds = Callable[[frozenset[str]], Mapping[str, float]]  # of the busy lanes, as shares of each one's speed alone
+Speeds = Callable[[frozenset[str]], Mapping[str, float]]  # busy lanes -> speed of each, as a share of its speed alone
 _OF_WORKER = ("pick", "update")  # operations whose end is a turn of the worker
 
 
@@ -66,7 +66,7 @@ class Lanes(Clock):
         self._lanes: dict[str, list[Task]] = {name: [] for name in parts}  # the first task runs now
         self._speeds = speeds
         self._known: dict[frozenset[str], Mapping[str, float]] = {}
-        self._turns: deque[Callable[[], object]] = deque()  # of the worker
+        self._turns: deque[Callable[[], object]] = deque()  # pending turns of the worker
         self._cause = ""
 
     def put(

@@ -42,8 +42,8 @@ PARTS = {
     EXCHANGE: "collectives",
 }
 _WARM_UP, _MEASURED = 2, 2  # steps
-_FIRST_GRAD = 0.15  # of a block's backward, until one of its parameters has its gradient
-_ARRIVALS = 6  # of gradients, in the remaining backward of a block
+_FIRST_GRAD = 0.15  # share of a block's backward before the first gradient is ready
+_ARRIVALS = 6  # steps in which the gradients arrive during the remaining backward of a block
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class _Worker(Worker):
 
     def _updated(self, ticket: Ticket, update: Operation) -> None:
         super()._updated(ticket, update)
-        for write in ticket.writes[-2:]:  # of states and of parameters
+        for write in ticket.writes[-2:]:  # the writes of the tile's states and parameters
             if write.then is None:
                 write.then = self._wake
 
@@ -165,10 +165,10 @@ class TimedRank(Rank):
         self._first = {use.unit: position for position, use in reversed(list(enumerate(work.uses)))}
         lanes.cost = self._cost
         super().__init__(_config(work), 0, 0, [0] * len(work.units), agree=lambda _: None)
-        self._saved: dict[int, list[Operation]] = {}  # by position: activations on their way back
+        self._saved: dict[int, list[Operation]] = {}  # transfers of activations back to the device, by position
         self._coming: defaultdict[Row, list[Operation]] = defaultdict(list)  # transfers of gradients to the host
         self._unsent_s: dict[Row, float] = {}  # uploads that start once the parameters are in memory and updated
-        self._sending: dict[Row, list[Operation]] = {}  # parameters
+        self._sending: dict[Row, list[Operation]] = {}  # uploads of parameters in flight
         self._expect()
         # measurements
         self._phase = ""
@@ -236,7 +236,7 @@ class TimedRank(Rank):
         waits_s = defaultdict[str, float](float)
         for lane, seconds in _mean(lanes.waited_s, waited_s).items():
             waits_s[PARTS[lane]] += seconds
-        waits_s.pop(PARTS[COMPUTE], None)  # this is computation, no wait
+        waits_s.pop(PARTS[COMPUTE], None)  # time of computation, not of a wait
         return SimulatedStep(
             (lanes.now_s - begun_s) / _MEASURED,
             _mean(self._phases_s, {}),

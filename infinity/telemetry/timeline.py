@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-_FLUSH_AT = 4096  # spans are written when so many are held, even if no step ends
+_FLUSH_AT = 4096  # held spans that are written before the step ends
 
 
 class Lane(str, Enum):

@@ -82,7 +82,7 @@ class Search:
         self._clock = clock
         self._tell = tell
         self._began_s = clock() - record.spent_s
-        self._reference: Run | None = None  # of the holder, from just before
+        self._reference: Run | None = None  # the holder's last run
         self._reused = 0
 
     @property
