@@ -20,7 +20,6 @@ _LAST = 12  # the last events and actions before a violation, which are shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     group = parser.add_argument_group("faults")
     group.add_argument(
         "--simulate-faults",

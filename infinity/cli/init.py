@@ -113,7 +113,6 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _values(args: argparse.Namespace, profile: dict[str, Any], precision: str) -> dict[str, Any]:
-    """Return the configuration."""
     from infinity.cli.training.configuration import with_precision
 
     drives: list[dict[str, Any]] = [{"path": str(path.absolute())} for path in args.nvme]

@@ -37,7 +37,6 @@ def _everything_on_nvme(stage: int) -> Mapping[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=name_argument, help="as in `infinity train --model`")
     model.add_argument("--params", help="a GPT, by its number of parameters (70e9), or by layers x width (128x25600)")

@@ -103,9 +103,7 @@ def rates_of(profile: dict[str, Any], *, dtype: str, state_format: str, device: 
         if entry["device"] == device and entry["dtype"] == dtype:
             products.setdefault(entry["layout"], []).append((entry["rows"], entry["flop_per_s"]))
     if not products:
-        raise ConfigError(
-            f"the profile has no matrix products in {dtype} on {device}: make a profile on a machine with this device"
-        )
+        raise ConfigError(f"the profile has no matrix products in {dtype} on {device}: profile a machine that has it")
     optimizer = [entry for entry in profile["optimizer"] if entry["format"] == state_format]
     memory = max(profile["memory"], key=lambda entry: entry["threads"])
     ranks, link = profile["ranks"], profile["link"]

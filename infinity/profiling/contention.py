@@ -31,8 +31,7 @@ _WIDTH, _LAYERS = 1024, 24  # the weights are larger than any cache
 _PAGE_BYTES = 4096
 _MOST_TIMES = 20  # a measurement may take so many times its length, until each part has done one step
 COMPUTE, OPTIMIZER, DISK = "compute", "optimizer", "disk"
-# Per round: alone; with the optimizer; and for each number of rows with products, and with products and the optimizer.
-RUNS_OF_DRIVES = _ROUNDS * (2 + 2 * len(_ROWS))
+RUNS_OF_DRIVES = _ROUNDS * (2 + 2 * len(_ROWS))  # alone, with the optimizer; with products, with both
 
 Found = list[dict[str, Any]]
 Move = Callable[[float], float]  # reads and writes for so many seconds; returns bytes per second
@@ -94,10 +93,7 @@ def _entries(shares: Mapping[_Beside, list[float]]) -> Found:
 
 
 def with_those_of_ranks(found: Found, of_ranks: Found) -> Found:
-    """Return `of_ranks`, and the entries of `found` that contain none of its pairs of parts.
-
-    Measurements on all ranks at once replace measurements of the same parts on one rank.
-    """
+    """Replace entries of `found` that contain a pair of parts of `of_ranks`, which all ranks measured at once."""
     pairs = [{entry["part"], *entry["beside"]} for entry in of_ranks]
     others = [entry for entry in found if not any(pair <= {entry["part"], *entry["beside"]} for pair in pairs)]
     return others + of_ranks

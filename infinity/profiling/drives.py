@@ -22,10 +22,7 @@ Rates = dict[str, Any]
 
 
 def written_bytes(paths: int, size_bytes: int) -> int:
-    """Return the most bytes that `drive_rates` writes.
-
-    It fills each file. Then it measures "write" and "mixed" alone and together, and "mixed" for the contention.
-    """
+    """Return the most bytes that `drive_rates` writes: to fill the files, and in "write", "mixed" and contention."""
     per_path = size_bytes + MOST_PASSES * (size_bytes + size_bytes // 2)
     together = MOST_PASSES * (size_bytes + size_bytes // 2) if paths > 1 else 0
     beside = RUNS_OF_DRIVES * (_PASSES_BESIDE * size_bytes // 2)

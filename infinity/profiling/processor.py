@@ -101,10 +101,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def matmul_rates(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[Rates]:
-    """Return the rates of square matrix products in each dtype.
-
-    Their size doubles until the next one might take too long: some processors are slow in some dtypes.
-    """
+    """Return the rates of square products in each dtype. Their size doubles as long as a product takes below 0.2 s."""
     return [_matmul_rate(device, dtype) for dtype in dtypes]
 
 

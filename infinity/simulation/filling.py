@@ -46,11 +46,7 @@ def device_bytes_of(units: Sequence[UnitSpec], call: Pass) -> int:
 
 
 class DeviceRoom:
-    """Memory for a unit's states on the device.
-
-    Attributes:
-        versions: version of each tile, by its start.
-    """
+    """Memory for a unit's states on the device; `versions` has the version of each tile, by its start."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

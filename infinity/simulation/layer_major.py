@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatch:
-    """The progress of one micro-batch.
-
-    Attributes:
-        at: the block that it enters next; None after the last one.
-        left: the blocks after that.
-        entered: the block that it has entered in each round.
-    """
+    """One micro-batch: `at` is its next block, `left` are those after it, `entered` those before it, by round."""
 
     def __init__(self, index: int, positions: Iterable[int]) -> None:
         self.index = index

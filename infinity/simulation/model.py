@@ -116,13 +116,11 @@ class Pass:
 
     Attributes:
         uses: units of each module, in the order of the modules.
-        looks: (position, unit): the user reads the unit before the use at this position; positions of backward follow
-            those of forward.
+        looks: (position, unit) of reads by the user, before this use; positions of backward follow those of forward.
         stop: the user's code raises before this position, or, if `inside`, within its module; None for no exception.
         micro_batches: positions in `uses` of each layer-major micro-batch; empty if the pass is one micro-batch.
         absent: positions that each rank skips, such as experts that its batch does not reach; empty if none does.
-        segment: number of modules between activation checkpoints, whose forward runs again before their backward; 0
-            without checkpoints.
+        segment: modules between activation checkpoints, whose forward runs again before their backward; 0 for none.
         nested: a module's forward runs again within its backward.
         elements: size of the batch, which determines the need for device memory.
     """

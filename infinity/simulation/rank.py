@@ -131,10 +131,7 @@ class Rank(Performer):
     # Calls #
 
     def call(self, call: Call, *, last: bool) -> None:
-        """Perform a call of the training loop.
-
-        Args:
-            last: whether the call is the last pass of its step.
+        """Perform a call of the training loop; `last` if it is the last pass of its step.
 
         Raises:
             StorageError, CapacityError: the engine has failed.

@@ -183,8 +183,7 @@ def with_last(calls: tuple[Call, ...]) -> list[tuple[Call, bool]]:
 
 def simulate(scenario: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
     """Run a scenario to its end, or to the first promise that is broken."""
-    # Without warnings to the user about states that leave the device.
-    before, filling_module._log.disabled = filling_module._log.disabled, True
+    before, filling_module._log.disabled = filling_module._log.disabled, True  # its warnings are for users
     try:
         return World(scenario, trace).run()
     finally:

@@ -43,8 +43,7 @@ class StallCause(str, Enum):
 class Waits:
     """Seconds that a worker thread has waited, by cause.
 
-    Only the worker calls `waiting`. Any thread may call `totals_s`: a thread that waits for the worker calls it before
-    and after, to learn why the worker was late.
+    Only the worker calls `waiting`. A thread that waits for it calls `totals_s` before and after, to learn the cause.
 
     Args:
         timeline: records the waits in the lane `UPDATE_WAIT`.
@@ -190,10 +189,7 @@ class Counters:
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Discard what is counted in this context, because `name`, such as a checkpoint, is no training.
-
-        No other operation of the engine may run meanwhile.
-        """
+        """Discard what is counted in this context, because `name` (a checkpoint) is no training. Nothing else may run."""
         with self._lock:
             tier_bytes, optimizer_s = dict(self._tier_bytes), self._optimizer_s
             outside_stall_s = dict(self._outside_stall_s)

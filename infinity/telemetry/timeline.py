@@ -89,11 +89,7 @@ class Span:
 
 @dataclass
 class _Rows:
-    """The rows of a lane, which needs several if spans overlap.
-
-    Attributes:
-        ends_s: the end of the last span in each row.
-    """
+    """The rows of a lane, which needs several if spans overlap; `ends_s` has the end of the last span in each."""
 
     ends_s: list[float] = field(default_factory=list)
 

@@ -56,12 +56,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The memory that a setting may use.
-
-    Attributes:
-        host_bytes: free host memory.
-        libraries_bytes: memory that a process takes before it trains.
-    """
+    """The memory that a setting may use. `libraries_bytes` is the memory of a process before it trains."""
 
     limits: Limits
     host_bytes: int
@@ -187,10 +182,7 @@ class Outlook:
     # Candidates #
 
     def best(self, choices: Choices) -> Setting:
-        """Return the setting that is predicted to be fastest.
-
-        Coordinate descent: from each placement, improve one knob after the other until nothing changes.
-        """
+        """Return the setting predicted to be fastest: improve each placement knob by knob until nothing changes."""
         starts = [replace(self.given, placement=placement) for placement in choices["placement"]]
         found = [self._descend(start, choices) for start in starts]
         return min(found, key=lambda setting: (bool(self.of(setting).refused), self.of(setting).step_s))

@@ -32,7 +32,6 @@ class Reason:
 
 
 def reasons(best: Setting, outlook: Outlook, choices: Choices, record: Record) -> list[Reason]:
-    """Return one reason for each knob."""
     return [_reason(knob, best, outlook, choices, record) for knob in KNOBS]
 
 

@@ -108,10 +108,8 @@ class Search:
         return self.outcome(ending)
 
     def outcome(self, ending: str) -> Outcome:
-        """Return the fastest setting so far.
-
-        A holder that was never compared with the given setting directly must be faster in the median of all runs.
-        """
+        """Return the fastest setting so far. Without direct comparisons with the given one, the medians of all runs
+        decide."""
         given, best = self.given, self.holder
         direct = self._direct(best)
         ratio = statistics.median(direct) if direct else self._ratio(best)

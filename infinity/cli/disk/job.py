@@ -28,8 +28,7 @@ class Job:
         huge_pages: use huge pages if the kernel has them; in a comparison with fio, only if fio's memory has them, too.
         pages_by_name: whether --pages was given.
         most_written_bytes: limit of the bytes written; None for no limit.
-        runtime_s: seconds of a run, rounded to whole passes over the file; 0 for one pass. With --sweep, of a
-            measurement.
+        runtime_s: seconds of a run, in whole passes over the file; 0 for one pass. With --sweep, of a measurement.
         fio: measure fio in turn; `fio_engine` is its engine, None for the counterpart of ours.
     """
 

@@ -95,8 +95,7 @@ def _spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def _cpu_parts(runs: Sequence[BenchRun]) -> dict[str, float]:
-    """Return processor seconds per GB: user and system time; and the shares of the submitting thread ("caller") and of
-    the engine's threads, which handle completions."""
+    """Return processor seconds per GB: user, system; the submitting thread ("caller"), and the engine's threads."""
     gigabytes = sum(run.nbytes for run in runs) / 1e9
     parts = {"user": sum(run.user_s for run in runs), "system": sum(run.system_s for run in runs)}
     callers = [run.caller_s for run in runs if run.caller_s is not None]

@@ -1,1 +1,1 @@
-"""Scripts that commands start as processes. They have their own directory, which Python puts first on its path."""
+"""Scripts that commands start as processes. They have a directory of their own: Python puts it first on its path."""

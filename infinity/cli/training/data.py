@@ -232,8 +232,7 @@ def hold_out(source: Source, share: float, seed: int) -> tuple[torch.Tensor, tor
     held = round(share * count)
     if not 0 < held < count:
         raise ConfigError(
-            f"--eval-split {share:g} of {count} samples holds out {held}, and leaves {count - held} to train on: both "
-            "must be at least 1"
+            f"--eval-split {share:g} of {count} samples holds out {held}, and leaves {count - held}: neither may be 0"
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order[held:].sort().values, order[:held].sort().values

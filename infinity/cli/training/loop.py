@@ -94,8 +94,7 @@ class _Prepared:
     """What a run begins with.
 
     Attributes:
-        name: the model on the command line.
-        source: its directory; None for random weights.
+        name, source: the model on the command line, and its directory; None for random weights.
         params, trained: number of its parameters, without adapters; number of parameters that are trained.
         output: directory of the trained model; None to write none.
     """

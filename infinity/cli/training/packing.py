@@ -112,11 +112,7 @@ class Packed:
 
 
 class _Sample:
-    """The sample that is being filled.
-
-    Attributes:
-        room: number of tokens that still fit.
-    """
+    """The sample that is being filled; `room` is the number of tokens that still fit."""
 
     def __init__(self, length: int, fill: int) -> None:
         self._length, self._fill = length, fill

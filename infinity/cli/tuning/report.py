@@ -134,8 +134,7 @@ def tuned_values(
     outlook: Outlook, outcome: Outcome, why: list[Reason], given_s: float | None, best_s: float | None
 ) -> dict[str, Any]:
     """Return the file with the best setting and a section `tuned` that gives the reasons. Other keys are unchanged."""
-    # If the given setting is the best, this only writes a limit in the place of "auto".
-    values = edited(outlook.values, keys_of(outlook.config, outcome.best, KNOBS))
+    values = edited(outlook.values, keys_of(outlook.config, outcome.best, KNOBS))  # at least limits instead of "auto"
     notes: Mapping[str, Any] = {
         "by": "infinity tune",
         "step_s": {"given": given_s, "tuned": best_s},
