@@ -189,7 +189,7 @@ class Counters:
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Discard what is counted in this context, because `name` (a checkpoint) is no training. Nothing else may run."""
+        """Discard what is counted in this context, since `name` (a checkpoint) is no training. Nothing else may run."""
         with self._lock:
             tier_bytes, optimizer_s = dict(self._tier_bytes), self._optimizer_s
             outside_stall_s = dict(self._outside_stall_s)

@@ -3,7 +3,7 @@
 [Note: where the files are]
 In a directory that belongs to the user, and to which no other user may write: below $XDG_RUNTIME_DIR if it is set, or
 else in /dev/shm, which are both in memory; without them in /tmp, which may be on a drive. The system may remove such a
-directory during the run, at the user's last logout. The next file is then written to the first directory that exists.
+directory during the run, at the user's last logout. The next file is then written to the first usable directory.
 Readers look in all directories.
 
 [Note: who is alive]

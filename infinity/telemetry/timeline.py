@@ -146,7 +146,7 @@ class Timeline:
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Show all that runs in this context as one span, which belongs to no phase of a step."""
+        """Show all that runs in this context as one span, which is no phase of a step."""
         start_s = time.perf_counter()
         self._paused = True
         try:
