@@ -84,7 +84,7 @@ def test_what_is_held_out_is_not_trained_on(corpus) -> None:
     assert samples.fingerprint()["samples"] == 15
     assert [part.tolist() for part in hold_out(source, 0.25, seed=1)] == [chosen.tolist(), held_out.tolist()]
     for share in (0.01, 0.99):
-        with pytest.raises(ConfigError, match="of 20 samples are"):
+        with pytest.raises(ConfigError, match="of 20 samples holds out"):
             hold_out(source, share, seed=1)
 
 
