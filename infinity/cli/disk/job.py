@@ -103,7 +103,7 @@ def job_of(args: argparse.Namespace) -> Job:
     if args.sweep and args.runtime == 0:
         raise ConfigError("--runtime is 0; with --sweep it must be more: the seconds of one measurement")
     if not args.sweep and (args.plot or args.write_config or args.resume):
-        raise ConfigError("--plot, --write-config and --resume need --sweep: add it")
+        raise ConfigError("--plot, --write-config and --resume need --sweep: add --sweep")
     if args.sweep and (args.compare_fio or args.verify):
         raise ConfigError("--sweep cannot be combined with --compare-fio or --verify")
     operations = tuple(dict.fromkeys(args.op or (("mixed",) if args.sweep else _DEFAULT_OPERATIONS)))
