@@ -1,4 +1,4 @@
-"""Kinds of arguments that several commands take."""
+"""Types and checks of arguments that several commands take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.errors import ConfigError
 
 
 def size_argument(text: str) -> int:
-    """Bytes of `16MiB`, as argparse wants its types."""
+    """Argparse type: parse a size such as `16MiB` to bytes."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -22,11 +22,11 @@ def size_argument(text: str) -> int:
 
 
 def path_argument(text: str) -> Path:
-    """A path, as argparse wants its types; shells leave the `~` of `--path=~/swap` as it is.
+    """Argparse type: a path with `~` expanded, which shells do not do in `--path=~/swap`.
 
-    Whoever hands it to another process, or keeps it in a file, makes it absolute: there it would name another place.
+    Callers must make it absolute before they pass it to another process or write it to a file.
     """
-    if not text:  # such as that of a variable that is not set: Path would make it the working directory
+    if not text:  # for example from an unset variable; Path would take it as the working directory
         raise argparse.ArgumentTypeError('the path is empty; give ".", if the working directory is meant')
     try:
         return Path(expanded_path(text))
@@ -35,12 +35,12 @@ def path_argument(text: str) -> Path:
 
 
 def name_argument(text: str) -> str:
-    """A name, or a path whose `~` is expanded as in `path_argument`, as argparse wants its types."""
+    """Argparse type: a name, or a path as in `path_argument`."""
     return str(path_argument(text)) if text.startswith("~") or not is_path(text) else text
 
 
 def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Refuse smaller values of these options, as far as they are given."""
+    """Raise ConfigError if one of these options is given and smaller than `least`."""
     for name in names:
         value = getattr(args, name)
         if value is not None and value < least:
@@ -71,14 +71,14 @@ def check_file(option: str, path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory: give a file")
     if path.exists() and not path.is_file():
-        return  # such as /dev/stdout, in a directory that only root can write to
+        return  # a device such as /dev/stdout: its directory need not be writable
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no such directory")
     check_directory(option, path.absolute().parent)
 
 
 def program_argument(text: str) -> Path:
-    """The absolute path of a program; a name without a slash is looked up in PATH, as a shell does."""
+    """Argparse type: the absolute path of a program. A name without a slash is looked up in PATH, as in a shell."""
     if os.sep in text:
         return path_argument(text).absolute()
     found = shutil.which(text)
@@ -91,7 +91,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 def duration_argument(text: str) -> float:
-    """Seconds of `90`, `90s`, `5m` or `1.5h`, as argparse wants its types."""
+    """Argparse type: parse `90`, `90s`, `5m` or `1.5h` to seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90s, 5m or 1.5h")

@@ -1,4 +1,4 @@
-"""`infinity bench-adam`: the CPU optimizer beside its peers and the memory's limit."""
+"""`infinity bench-adam`: measure the CPU optimizer, and compare it with its peers and the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PEERS = {"torch-fused": "torch fused", "torch-foreach": "torch foreach"}
 _PEER = Path(__file__).parent / "launch" / "adam_peer.py"
 _QUARTILES = ("low", "median", "high")
-_LEAST_BYTES = 16  # per parameter: fp32 p, g, m, v of the bare loop
+_LEAST_BYTES = 16  # per parameter: parameter, gradient and both moments in fp32
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print. Return the exit code."""
     from infinity.memory import available_memory_bytes
     from infinity.optim.bench import AdamBenchJob, Peer, run_adam_bench
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    """A number of parameters: 100M, 1.5B, 4096."""
+    """Argparse type: parse a number of parameters such as 100M, 1.5B or 4096."""
     factor = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper(), 1)
     try:
         count = int(float(text if factor == 1 else text[:-1]) * factor)
@@ -130,7 +130,7 @@ def _record(result: AdamBenchResult, all_results: list[AdamBenchResult], numel: 
 
 
 def _print_table(block: list[dict[str, Any]], formats: list[str]) -> None:
-    """Rates, and speed relative to everything that is no format of ours, with quartiles; of the triad, of bytes."""
+    """Print rates, and speeds relative to the peers, with quartiles; relative to the triad, the bandwidth."""
     first = block[0]
     print(f"{first['params']:,} parameters, {first['threads']} threads, {first['instruction_set']}")
     others = [record["name"] for record in block if record["name"] in block[0]["speed_relative_to"]]
@@ -159,12 +159,12 @@ def _plot(records: list[dict[str, Any]], path: Path) -> None:
 
 @contextmanager
 def _peer_process(python: Path, numel: int, threads: int) -> Iterator[Callable[[], float]]:
-    """DeepSpeed's optimizer in a process and an environment of its own; each call runs a step and returns its time."""
+    """Run DeepSpeed's optimizer in a process of its own. Each call of the yielded function returns a step's seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
-    environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"  # its ninja
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"  # for its own ninja
     environment.pop("PYTHONPATH", None)
     with tempfile.TemporaryDirectory(prefix="infinity-peer-") as built, tempfile.TemporaryFile("w+") as log:
-        # It compiles into this directory and loads what is there: nobody else may have put something into it.
+        # DeepSpeed compiles into this directory and loads libraries from it, so no other user may write to it.
         environment.setdefault("TORCH_EXTENSIONS_DIR", built)
         try:
             process = subprocess.Popen(
@@ -188,7 +188,7 @@ def _peer_process(python: Path, numel: int, threads: int) -> Iterator[Callable[[
                 if line.startswith("seconds "):
                     return float(line.split()[1])
             log.seek(0)
-            raise ConfigError(f"the DeepSpeed peer ended; its last words:\n{log.read()[-2000:]}")
+            raise ConfigError(f"the DeepSpeed peer ended; its last output:\n{log.read()[-2000:]}")
 
         try:
             yield step

@@ -1,4 +1,4 @@
-"""`infinity bench-io`: what a drive gives through the I/O engine."""
+"""`infinity bench-io`: measure drives through the I/O engine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print. Return the exit code."""
     unwind_on_signals()
     from infinity.cli.disk.job import job_of
 
@@ -89,7 +89,7 @@ def _run_once(job: Job) -> None:
     from infinity.memory.filled import random_memory
 
     for operation in job.operations:
-        job.most_passes(operation)  # refuses what --max-write forbids
+        job.most_passes(operation)  # raises if --max-write is too small
     least = "at least " if job.runtime_s else ""
     print(f"writes {least}{format_size(job.least_written_bytes())}", file=sys.stderr)
     with ExitStack() as stack:
@@ -127,7 +127,7 @@ def _run_sweeps(job: Job, args: argparse.Namespace) -> None:
 
 
 def _files(job: Job, buffers: Span, stack: ExitStack) -> tuple[list[Path], float]:
-    """A file on every path, each of its blocks written once; and how long that took."""
+    """Create a file on every path, and write each block once. Return the files and the seconds that this took."""
     from infinity.cli.progress import Progress
     from infinity.io.bench import BenchSession, bench_file
 

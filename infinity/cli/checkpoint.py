@@ -1,4 +1,4 @@
-"""`infinity checkpoint`: look at checkpoints, verify them, write them anew, take their weights."""
+"""`infinity checkpoint`: inspect, verify, reshard, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -155,12 +155,12 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
-    """The model on the meta device and its tokenizer, as --model or the checkpoint says; None if neither does.
+    """Return the model on the meta device and its tokenizer, by --model or the checkpoint; None if neither names one.
 
     The model of `infinity train --lora` has its adapters.
 
     Raises:
-        ConfigError: the model is not there any more, or PEFT is not, which adapters need.
+        ConfigError: the model is missing, or adapters need PEFT and it is not installed.
     """
     from infinity.checkpoint.inspection import client_state
 
@@ -169,8 +169,8 @@ def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
     name = args.model or trained.get("model")
     if name is None:
         print(
-            f"note: the checkpoint does not say which model it is of, so {args.target} gets no config.json; give "
-            "--model DIRECTORY for a directory that transformers loads",
+            f"note: the checkpoint does not name its model, so {args.target} gets no config.json; give --model "
+            "DIRECTORY for a directory that transformers loads",
             file=sys.stderr,
         )
         return None, None
@@ -182,7 +182,7 @@ def _described(args: argparse.Namespace) -> tuple[nn.Module | None, Any | None]:
     asked = trained.get("tokenizer") if args.model in (None, trained.get("model")) else None
     tokenizer = find_tokenizer(name if directory is None else str(directory), asked)
     if tokenizer is None and trained:
-        tokenizer = byte_tokenizer()  # what it was trained with
+        tokenizer = byte_tokenizer()  # `infinity train` without a tokenizer trains on bytes
     model, rank = model_shape(name), trained.get("lora")
     return with_adapters(model, rank) if rank else model, tokenizer
 
@@ -204,7 +204,7 @@ def _written(progress: Progress, done: int, total: int) -> None:
 
 
 def _show_new(args: argparse.Namespace, path: Path, start_s: float, fact: str, words: str) -> int:
-    """Print the size of a new checkpoint and one fact about it; returns the exit code."""
+    """Print the size of a new checkpoint and one fact about it. Return the exit code."""
     from infinity.checkpoint.inspection import inspect
 
     seconds, new = time.perf_counter() - start_s, inspect(path)

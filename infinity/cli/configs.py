@@ -22,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print; returns the exit code."""
+    """Print the list or a file. Return the exit code."""
     if args.name is not None:
         print(read_text(ready_configuration(args.name)), end="")
         return 0
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summary(config: Config) -> str:
-    """Where it puts the states, in a line."""
+    """Describe in one line where the configuration stores the states."""
     zero, tiering = config.zero, config.tiering
     places = {"none": "on the device", "cpu": "in host memory", "nvme": "on NVMe"}
     parts = [f"stage {zero.stage}", config.precision]

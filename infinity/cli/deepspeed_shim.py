@@ -1,4 +1,4 @@
-"""`infinity install-deepspeed-shim`: make `import deepspeed` infinity in all programs of this environment."""
+"""`infinity install-deepspeed-shim`: let `import deepspeed` import infinity in all programs of this environment."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write or remove the file; returns the exit code."""
+    """Write or remove the file. Return the exit code."""
     path = Path(sysconfig.get_path("purelib"), NAME)
     try:
         if args.remove:
             was_there = path.exists()
             path.unlink(missing_ok=True)
             done = f"removed {path}" if was_there else f"there is no {path}"
-            print(f"{done}: `import deepspeed` is what is installed, if anything")
+            print(f"{done}: `import deepspeed` imports DeepSpeed, if it is installed")
             return 0
         _check_no_deepspeed()
         path.write_text(f"{FOLDER}\n")  # Python adds the lines of such files to its path
@@ -40,12 +40,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{path} cannot be changed: {error.strerror}; use a virtual environment of your own"
         ) from error
-    print(f"wrote {path}: `import deepspeed` is infinity in this environment. --remove takes it away again")
+    print(f"wrote {path}: `import deepspeed` imports infinity in this environment. --remove undoes this")
     return 0
 
 
 def _check_no_deepspeed() -> None:
-    """Refuse to stand beside a DeepSpeed that is installed, which Python would find first."""
+    """Raise ConfigError if DeepSpeed is installed, because Python would find it first."""
     for distribution in metadata.distributions(name="deepspeed"):
         where = Path(str(distribution.locate_file("")))
         if where.resolve() != FOLDER.resolve():

@@ -1,4 +1,4 @@
-"""`infinity env`: what this machine has, and what infinity makes of it."""
+"""`infinity env`: show the hardware and software of this machine, and what infinity uses of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print; returns the exit code."""
+    """Print the report. Return the exit code."""
     report = collect(args.path or [Path()])
     if args.json:
         print(json.dumps(report, indent=2))
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(paths: list[Path]) -> dict[str, Any]:
-    """Everything that the command shows, numbers with their units in the names; None is unknown or unlimited."""
+    """Return all facts that the command shows, with units in their names; None is unknown or unlimited."""
     return {
         "versions": _versions(),
         "processor": _processor(),
@@ -95,7 +95,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _huge_pages() -> str | None:
-    """What is chosen of `always [madvise] never`."""
+    """Return the chosen value of the setting, which reads like `always [madvise] never`."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists():
         return None
@@ -134,7 +134,7 @@ def _path(path: Path) -> dict[str, Any]:
 
 
 def _direct_io(path: Path) -> dict[str, Any]:
-    """Whether it works there, and with which alignment."""
+    """Return whether direct I/O works in a directory, and with which alignment."""
     from infinity.io import IoOptions, open_engine
 
     engine = open_engine(IoOptions(queue_depth=2, threads=1))
@@ -155,7 +155,7 @@ def _direct_io(path: Path) -> dict[str, Any]:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """Compute devices beside the CPU."""
+    """Return the accelerators."""
     try:
         import torch
     except ImportError:
@@ -171,14 +171,14 @@ def _devices() -> list[dict[str, Any]]:
     return found
 
 
-# For people #
+# Text output #
 
 
 def _print_section(values: Mapping[str, Any], depth: int) -> None:
     for key, value in values.items():
         name = f"{'  ' * depth}{_readable(key)}"
         if isinstance(value, Mapping) and "available" in value:
-            backend = f"{'  ' * depth}{key}"  # by the name that configurations have
+            backend = f"{'  ' * depth}{key}"  # unchanged, as configurations name it
             print(f"{backend:<28} {'available' if value['available'] else 'not available'}: {value['reason']}")
         elif isinstance(value, Mapping):
             print(name)

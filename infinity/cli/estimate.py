@@ -1,4 +1,4 @@
-"""`infinity estimate`: bytes on every tier and of the process, and whether this machine has them."""
+"""`infinity estimate`: show the memory that a training takes in every tier, and whether it fits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the estimate; returns the exit code."""
+    """Print the estimate. Return the exit code."""
     asked = read_arguments(args, "estimate")
     largest = _largest(asked) if args.largest else None
     try:
@@ -73,7 +73,7 @@ def _largest_line(largest: Shape | None) -> str:
 
 
 def estimate_lines(draft: Draft) -> list[str]:
-    """For people."""
+    """Return the estimate as text."""
     from infinity.planner import states_on_device
 
     plan, needs = draft.plan, draft.needs
@@ -85,7 +85,7 @@ def estimate_lines(draft: Draft) -> list[str]:
     lines += [
         f"process memory  {format_size(needs.process_bytes)}{where}",
         f"  budget        {format_size(needs.budget_bytes)} of tiering.host_memory {format_size(plan.host_bytes)}",
-        f"  libraries     {format_size(needs.libraries_bytes)} (Python, torch and what is loaded now)",
+        f"  libraries     {format_size(needs.libraries_bytes)} (Python, torch and other loaded libraries)",
     ]
     inside = "  (on the device)" if plan.machine.discrete else ""
     lines += [
@@ -99,7 +99,7 @@ def estimate_lines(draft: Draft) -> list[str]:
 
 
 def report_problems(found: list[str]) -> int:
-    """Say why it does not fit; returns the exit code."""
+    """Print why the training does not fit. Return the exit code."""
     for problem in found:
         print(f"error: {problem}", file=sys.stderr)
     return EXIT_TOO_SMALL if found else 0
@@ -109,23 +109,23 @@ def report_problems(found: list[str]) -> int:
 
 
 def verdict(draft: Draft) -> str:
-    """Whether it fits, the memory that is nearest to its end, and what takes most of that."""
+    """Return in one line whether it fits, the scarcest memory, and what takes most of it."""
     used, there, name, part = _scarcest(draft)
     word = "does not fit" if draft.problems else "fits"
     return f"{word}: {_amount(used)} of {_amount(there)} GiB {name}; limited by {part}"
 
 
 def _scarcest(draft: Draft) -> tuple[int, int, str, str]:
-    """The memory that is nearest to its end, as `_memories` has it."""
+    """Return the entry of `_memories` of which the largest share is used."""
     return max(_memories(draft), key=lambda memory: memory[0] / max(1, memory[1]))
 
 
 def _memories(draft: Draft) -> list[tuple[int, int, str, str]]:
-    """What is needed of each memory of a machine, what it has, its name, and what takes most of it."""
+    """Return for each memory of a machine: bytes needed, bytes available, its name, and what takes most of it."""
     asked, plan, needs = draft.asked, draft.plan, draft.needs
     machine = plan.machine
     beside = {"activations": needs.activation_bytes, "gradients": needs.unit_grad_bytes}
-    # The budget may be lowered as far as this; what is above it keeps states from the drive.
+    # The minimum of the budget. More is optional: it only keeps states in memory instead of on the drive.
     budget = {"parameters and states in memory (tiering.host_memory)": min(plan.needs.least_bytes, needs.budget_bytes)}
     libraries = {"libraries": needs.libraries_bytes}
     host_parts = {**budget, **libraries} if machine.discrete else {**budget, **beside, **libraries}
@@ -150,7 +150,7 @@ def _amount(nbytes: int) -> str:
 
 
 def advice(draft: Draft) -> list[str]:
-    """What would lower the need of a model that is limited by activations."""
+    """Return how to lower the memory of activations, if they are the limit."""
     if draft.asked.checkpointing or _scarcest(draft)[3] != "activations":
         return []
     lower = draft.asked.work_of(draft.asked.model, draft.plan, checkpointing=True)

@@ -1,4 +1,4 @@
-"""`infinity plan --simulate-faults`: the planned training under hostile orders, failures and crashes."""
+"""`infinity plan --simulate-faults`: simulate the planned training with random orders, failures and crashes."""
 
 from __future__ import annotations
 
@@ -16,36 +16,35 @@ if TYPE_CHECKING:
     from infinity.planner.planned import Planned
     from infinity.simulation.run import Outcome
 
-_LAST = 12  # events and actions of a violation that are shown
+_LAST = 12  # the last events and actions before a violation, which are shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     group = parser.add_argument_group("faults")
     group.add_argument(
         "--simulate-faults",
         type=int,
         metavar="STEPS",
-        help="simulate so many steps of the scheduler in which reads, writes and updates end in any order or fail, "
-        "and processes die; exits with 1 if the scheduler breaks a promise",
+        help="simulate this number of steps of the scheduler, in which reads, writes and updates end in any order or "
+        "fail, and processes die; exits with 1 if the scheduler breaks a promise",
     )
     group.add_argument("--seed", type=int, help="first seed of --simulate-faults (default 0)")
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raises ConfigError if the options say nothing together."""
+    """Raise ConfigError if the options cannot be combined."""
     if args.simulate_faults is None and args.seed is not None:
-        raise ConfigError("--seed is of --simulate-faults: give that, too")
+        raise ConfigError("--seed needs --simulate-faults: give both")
     check_least(args, 1, "simulate_faults")
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What simulated steps of a plan came to, for people and for JSON.
+    """The result of a simulation, as text and as JSON.
 
     Attributes:
-        seeds: the first one, and the one behind the last.
-        names: of units.
+        seeds: the first seed, and the one after the last.
+        names: names of the units.
     """
 
     planned: Planned
@@ -59,11 +58,11 @@ class Faults:
 
     @property
     def _steps(self) -> int:
-        """That all ranks took together."""
+        """Steps of the training, which all ranks take together."""
         return self.outcome.steps // len(self.planned.config.ranks)
 
     def facts(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the result as JSON values."""
         return {
             "first_seed": self.seeds[0],
             "seeds": self.seeds[1] - self.seeds[0],
@@ -91,13 +90,13 @@ class Faults:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the result as text."""
         outcome, (first, end) = self.outcome, self.seeds
         lines = [
             f"faults          {self._steps:,} steps simulated, seeds {first} to {end - 1}: {outcome.events:,} events, "
             f"{outcome.crashes:,} crashes, {outcome.failures:,} failures, "
             f"{'1 promise broken' if self.broken else 'no promise broken'}",
-            *(f"  not as it is  {note}" for note in self.planned.notes),
+            *(f"  simplified    {note}" for note in self.planned.notes),
         ]
         found = self._violation()
         if found is not None:
@@ -124,13 +123,13 @@ class Faults:
 
 
 def simulate_faults(args: argparse.Namespace, draft: Draft, later: list[int]) -> Faults | None:
-    """Simulate the plan as far as the options ask for it.
+    """Simulate the plan, if the options ask for it.
 
     Args:
-        later: units whose optimizer states come to the device after the first step.
+        later: units whose optimizer states move to the device after the first step.
 
     Raises:
-        ConfigError: the simulation does not know some unit.
+        ConfigError: a unit cannot be simulated.
     """
     if args.simulate_faults is None:
         return None

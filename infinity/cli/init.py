@@ -15,7 +15,7 @@ from infinity.config import check_apart, format_size, load_config, with_values, 
 from infinity.errors import ConfigError
 
 _BASE = "nvme-all-memory"
-# Small and short: for choosing, not for predicting, which `infinity profile` measures for.
+# Small and short: enough to choose settings. `infinity profile` measures more precisely, for predictions.
 _FILE_BYTES = 256 << 20
 _SECONDS = 1.0
 _PARAMS = 2 << 20
@@ -49,9 +49,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and write; returns the exit code."""
+    """Measure and write. Return the exit code."""
     if args.output.exists() and not args.force:
-        raise ConfigError(f"--output {args.output} is there already: give another name, or --force to replace it")
+        raise ConfigError(f"--output {args.output} already exists: give another name, or --force to replace it")
     check_file("--output", args.output)
     if args.profile is not None:
         check_file("--profile", args.profile)
@@ -84,11 +84,11 @@ def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--nvme {path} cannot be made: {error.strerror}; give a directory on a drive") from error
+        raise ConfigError(f"--nvme {path} cannot be created: {error.strerror}; give a directory on a drive") from error
 
 
 def _measured(paths: list[Path]) -> tuple[dict[str, Any], dict[str, float]]:
-    """A short profile, and the seconds of matrix products by precision on the compute device."""
+    """Return a short profile, and the seconds of matrix products on the compute device, by precision."""
     with needed_packages("init"):
         import torch
 
@@ -108,12 +108,11 @@ def _measured(paths: list[Path]) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """Keys of the configuration that the command line names."""
+    """Return the keys of the configuration that the command line sets."""
     return {} if args.host_memory is None else {"tiering.host_memory": args.host_memory}
 
 
 def _values(args: argparse.Namespace, profile: dict[str, Any], precision: str) -> dict[str, Any]:
-    """The configuration."""
     from infinity.cli.training.configuration import with_precision
 
     drives: list[dict[str, Any]] = [{"path": str(path.absolute())} for path in args.nvme]

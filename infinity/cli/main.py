@@ -1,4 +1,4 @@
-"""Entry point: parse, run a sub-command, turn infinity's errors into one line and an exit code."""
+"""Entry point: parse the command line, run a sub-command, and turn errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ COMMANDS = (  # modules whose `add_parser` registers a command, with a function 
 )
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
-EXIT_UNREAD = 141  # as a process has that dies of SIGPIPE
-_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of `print`, without a filename
+EXIT_UNREAD = 141  # the exit code of a process that dies of SIGPIPE
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of `print`, which have no filename
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code."""
+    """Run a command line. Return the exit code."""
     _open_standard_streams()
     try:
         try:
@@ -75,17 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if not isinstance(error, BrokenPipeError) and (error.errno not in _UNWRITTEN):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
-        if isinstance(error, BrokenPipeError):  # `infinity env | head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python's flush at exit fails, too
+        if isinstance(error, BrokenPipeError):  # the reader has ended, as in `infinity env | head`
             return EXIT_UNREAD
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return EXIT_ERROR
 
 
 def _open_standard_streams() -> None:
-    """Open those of the three standard streams that the parent has closed (`>&-`), for nobody to read.
+    """Open standard streams that the parent has closed (`>&-`) on the null device.
 
-    Otherwise a swap file or a checkpoint would get the number of one, and what a C library writes to it.
+    Otherwise a swap file or a checkpoint would get descriptor 1 or 2, and C libraries would print into it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -94,12 +94,12 @@ def _open_standard_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123  (it stays open)
     if isinstance(sys.stdout, io.TextIOWrapper):  # names and data may have characters that its encoding lacks
-        with suppress(OSError):  # where its descriptor became a pipe since Python opened it
+        with suppress(OSError):  # its descriptor may have become a pipe since Python opened it
             sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction[argparse.ArgumentParser]]:
-    """Return the parser of a command line, and those of the commands."""
+    """Return the parser of the command line, and the parsers of the commands."""
     parser = argparse.ArgumentParser(prog="infinity", description="Train models that do not fit the GPUs at hand.")
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log what is chosen and why")
@@ -137,7 +137,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """End with the arguments that a command does not have, and the option that the first of them resembles."""
+    """Exit with an error that names the unknown arguments, and the option that is most similar to the first of them."""
     options = [option for action in parser._actions for option in action.option_strings]
     nearest = difflib.get_close_matches(unknown[0].partition("=")[0], options, 1)
     hint = f" (did you mean {nearest[0]}?)" if nearest else ""

@@ -1,4 +1,4 @@
-"""What commands need beyond the package's own requirements."""
+"""Packages that commands need in addition to the requirements of infinity."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from infinity.errors import InfinityError
 
 @contextmanager
 def needed_packages(command: str) -> Iterator[None]:
-    """Say what to install where an import inside fails.
+    """Convert a failed import in this context to an error that says what to install.
 
     Raises:
-        InfinityError: a package is missing, or lacks one of its own.
+        InfinityError: a package, or one that it needs, is missing.
     """
     try:
         yield

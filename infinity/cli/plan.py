@@ -1,4 +1,4 @@
-"""`infinity plan`: what a training will need, do and cost, without allocating any of it."""
+"""`infinity plan`: predict the memory, transfers and step time of a training, without allocating it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from infinity.planner import StepTime, TrainingPlan
 
 
-_NAMED = 4  # units, before the rest is counted
+_NAMED = 4  # units that are listed by name; the others are counted
 _SHOWN_S = 0.005
 
 
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; returns the exit code."""
+    """Print the plan. Return the exit code."""
     if args.plot is not None and args.sweep is None:
         raise ConfigError("--plot draws a sweep: give --sweep tokens, host-memory or drives, too")
     faults.check_arguments(args)
@@ -75,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
         return _exit_code(draft, found)
     print(f"model           {asked.name}")
     if asked.emulated:
-        print(f"machine         {asked.emulated}, which is not here: all of this is computed, nothing measured on it")
+        print(f"machine         {asked.emulated}, emulated: all numbers are computed, none was measured on it")
     _print_sizes(plan)
     print("\n".join(estimate_lines(draft)))
     if later:
         print(
             f"filled later    {format_size(plan.sizing.shards.states_bytes(later))} of states, of {len(later)} units, "
-            "come to the device after the first step; the step below is one that follows"
+            "move to the device after the first step; the step below is a later one"
         )
     if step.seconds:
         _print_step(step, args.tbw)
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exit_code(draft: Draft, found: faults.Faults | None) -> int:
-    """Says why it does not fit, too."""
+    """Return the exit code, after printing why the training does not fit, if so."""
     code = report_problems(draft.problems)
     return 1 if found is not None and found.broken else code
 
@@ -124,11 +124,11 @@ def _step_facts(step: StepTime, rated_bytes: int | None) -> dict[str, Any]:
 
 def _print_sizes(plan: TrainingPlan) -> None:
     coming = sum(unit.offloaded for unit in plan.units)
-    print(f"parameters      {plan.params:,} in {len(plan.units)} units, of which {coming} come and go")
+    print(f"parameters      {plan.params:,} in {len(plan.units)} units, of which {coming} are fetched and evicted")
     print(f"state format    {plan.sizing.layout.format}; updates: {plan.sizing.schedule.value}")
     print(
         f"host memory     {format_size(plan.host_bytes)} (at least {format_size(plan.needs.least_bytes)}, "
-        f"at most {format_size(plan.needs.most_bytes)} is of use)"
+        f"more than {format_size(plan.needs.most_bytes)} has no effect)"
     )
     print(f"  parameters    {format_size(plan.split.params_bytes + plan.split.homes_bytes)}")
     print(f"  gradients     {format_size(plan.split.grads_bytes)}")
@@ -184,7 +184,7 @@ def _flops(rate: float) -> str:
 
 def _print_steps(plan: TrainingPlan) -> None:
     names = [unit.name for unit in plan.units]
-    print("\nat each use, forward and backward; the model is taken to run through its units in order")
+    print("\nat each use, forward and backward; the model is assumed to run through its units in order")
     for step in plan.steps.steps:
         notes = [f"evict {names[unit]}" for unit in step.before or ()]
         if step.before is not None:

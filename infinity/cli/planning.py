@@ -1,4 +1,4 @@
-"""How `estimate` and `plan` begin alike: model, configuration, machine and its rates; then what a training takes."""
+"""The common part of `estimate` and `plan`: their options, and the plan of the training that the options describe."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _TOKENS = 1024
-_MOST = 1 << 20  # layers, and width: beyond it nothing is meant
+_MOST = 1 << 20  # layers, and width; larger values are mistakes
 
 
 def _everything_on_nvme(stage: int) -> Mapping[str, Any]:
-    """A configuration that has on a drive whatever the stage lets go there."""
+    """Return a configuration that stores on a drive all that the stage can offload."""
     offloaded = [name for name, least in OFFLOADED_FROM.items() if stage >= least]
     return {
         "optimizer": {"type": "AdamW", "params": {}},
@@ -37,7 +37,6 @@ def _everything_on_nvme(stage: int) -> Mapping[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=name_argument, help="as in `infinity train --model`")
     model.add_argument("--params", help="a GPT, by its number of parameters (70e9), or by layers x width (128x25600)")
@@ -83,11 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the options say.
+    """The values of the options.
 
     Attributes:
-        tiles: into which the linear layers of models for --params are cut.
-        emulated: a machine that is not here, whose rates nobody has measured; nothing for others.
+        tiles: number of tiles of each linear layer, for models of --params.
+        emulated: the machine of --emulate, whose rates were not measured; else empty.
     """
 
     model: nn.Module
@@ -103,7 +102,7 @@ class Asked:
     emulated: str = ""
 
     def work_of(self, model: nn.Module, plan: TrainingPlan, *, checkpointing: bool | None = None) -> Work:
-        """Of one micro-batch, also of another model, or with other activation checkpoints."""
+        """Return the work of a micro-batch of a model, by default with the activation checkpoints of the options."""
         from infinity.planner import count_work
         from infinity.zero.sizing import compute_dtype
 
@@ -115,12 +114,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Draft:
-    """What was asked for, laid out.
+    """The plan of a training.
 
     Attributes:
-        work: of one micro-batch.
-        step: as predicted; None where no rate is known.
-        problems: why it cannot train there, in words.
+        work: work of one micro-batch.
+        step: the predicted step; None if no rate is known.
+        problems: why the training does not fit the machine, in words.
     """
 
     asked: Asked
@@ -132,7 +131,7 @@ class Draft:
 
 
 def draft_of(asked: Asked) -> Draft:
-    """Plan the training; budgets that are "auto" leave room for what it takes beside them.
+    """Plan the training. Budgets that are "auto" leave room for activations, gradients and libraries.
 
     Raises:
         CapacityError: a budget is too small.
@@ -149,11 +148,11 @@ def draft_of(asked: Asked) -> Draft:
     return Draft(asked, plan, work, step, needs, list(problems(plan, needs, asked.drives, asked.host_bytes)))
 
 
-@cache  # a search for the largest model leaves memory behind that is not the libraries'
+@cache  # later measurements would include memory that a search for the largest model has left behind
 def libraries_bytes() -> int:
-    """Return what this process takes once it has computed, in bytes, as the first call measures it.
+    """Return the memory in bytes of a process that has loaded the libraries of a training.
 
-    It has loaded what training loads. Call it first before there is a model with memory.
+    The first call measures this process. Make it before a model with memory exists.
     """
     import psutil
 
@@ -162,7 +161,7 @@ def libraries_bytes() -> int:
 
 
 def _compute_once() -> None:
-    """Run a small block forward and backward, whose kernels are loaded at their first use."""
+    """Run a small block forward and backward, because kernels are loaded at their first use."""
     import torch
 
     block = torch.nn.TransformerEncoderLayer(64, 2, 64, batch_first=True, dtype=torch.bfloat16)
@@ -174,7 +173,7 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
     """Resolve the options.
 
     Raises:
-        ConfigError: an option or the configuration cannot work.
+        ConfigError: an option or the configuration is invalid.
     """
     if args.machine_memory == 0:
         raise ConfigError("--machine-memory is 0; it must be more")
@@ -185,7 +184,7 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
 
     _fill_in(args)
     model, name, longest = _model(args, command)
-    libraries = libraries_bytes()  # with those that the model has loaded
+    libraries = libraries_bytes()  # includes libraries that the model has loaded
     world = args.nodes * args.ranks
     config = load_config(_values(args), world_size=world)
     drives = drives_here(config) if args.nvme_capacity is None else [Drive("--nvme-capacity", args.nvme_capacity)]
@@ -196,7 +195,7 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
         config,
         machine,
         drives,
-        # This process has its libraries already; those of a training take their place.
+        # This process has loaded its libraries already. When it ends, a training's libraries can take their memory.
         args.machine_memory or available_memory_bytes() + libraries,
         _rates(args, config, machine),
         args.seq_len or min(_TOKENS, longest),
@@ -207,7 +206,7 @@ def read_arguments(args: argparse.Namespace, command: str) -> Asked:
 
 
 def _fill_in(args: argparse.Namespace) -> None:
-    """What the command line leaves out is the emulated machine's."""
+    """Take options that are not given from the emulated machine."""
     if args.emulate is None:
         return
     from infinity.planner.machines import known_machine
@@ -218,7 +217,7 @@ def _fill_in(args: argparse.Namespace) -> None:
 
 
 def _values(args: argparse.Namespace) -> Mapping[str, Any]:
-    """The configuration with what the command line says in its place."""
+    """Return the configuration with the changes of the command line."""
     from infinity.cli.training.configuration import with_precision
 
     batches = {
@@ -237,15 +236,15 @@ def _values(args: argparse.Namespace) -> Mapping[str, Any]:
     if args.config is None:
         values.setdefault("train_micro_batch_size_per_gpu", 1)
     if any(value is not None for value in batches.values()):
-        values.pop("train_batch_size", None)  # it follows
+        values.pop("train_batch_size", None)  # it is computed from the new values
     precision = args.precision or _chosen_precision(args, values)
     return values if precision is None else with_precision(values, precision)
 
 
 def _chosen_precision(args: argparse.Namespace, values: Mapping[str, Any]) -> str | None:
-    """The precision where nobody names one, as `infinity train` chooses it; None for the configuration's.
+    """Return the precision that `infinity train` would choose; None for the configuration's.
 
-    It is measured for a training on this machine. Others are taken to compute bf16 well.
+    It is measured for a training on this machine. Other machines are assumed to be fast in bf16.
     """
     import torch
 
@@ -262,14 +261,14 @@ def _chosen_precision(args: argparse.Namespace, values: Mapping[str, Any]) -> st
     if precision != "bf16":
         print(
             "note: this machine computes matrix products in bf16 much more slowly than in fp32, so fp32 is assumed, as "
-            "`infinity train` chooses it; --precision names another",
+            "in `infinity train`; --precision sets another precision",
             file=sys.stderr,
         )
     return precision
 
 
 def _model(args: argparse.Namespace, command: str) -> tuple[nn.Module, str, int]:
-    """The model, what it is called, and how many tokens it takes."""
+    """Return the model, its name, and the most tokens of a sample."""
     if args.params is None:
         with needed_packages(command):
             import transformers
@@ -300,7 +299,7 @@ def _rates(args: argparse.Namespace, config: Config, machine: Machine) -> Rates:
         profile = read_profile(args.profile)
         device = profile["link"]["device"] if machine.discrete and profile["link"] else "cpu"
         if machine.discrete and device == "cpu" and args.flops is None:
-            raise ConfigError(f"--profile {args.profile} is of a machine without a device: give --flops and --link")
+            raise ConfigError(f"--profile {args.profile}: its machine had no device: give --flops and --link")
         rates = rates_of(profile, dtype=_DTYPES[config.precision], state_format=_format(config), device=device)
     return with_numbers(
         rates,

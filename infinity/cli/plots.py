@@ -1,4 +1,4 @@
-"""Figures of matplotlib, which is an extra."""
+"""Figures drawn with matplotlib, which is an optional package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AXES = {"tokens": "tokens of a micro-batch", "host-memory": "tiering.host_memor
 
 
 def check_matplotlib(option: str) -> None:
-    """Raises ConfigError where nothing can be drawn, which is better known before an hour of measuring."""
+    """Raise ConfigError if matplotlib is missing. Called before the measurement, which may take an hour."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -24,7 +24,7 @@ def check_matplotlib(option: str) -> None:
 
 
 def new_figure(option: str, width: float, height: float) -> Any:
-    """An empty figure, for the file that an option names."""
+    """Return an empty figure for the file that an option names."""
     check_matplotlib(option)
     from matplotlib.figure import Figure
 
@@ -40,7 +40,7 @@ def save_figure(figure: Any, option: str, path: Path) -> None:
 
 
 def plot_sweep(path: Path, what: str, points: Sequence[Point]) -> None:
-    """Step and tokens a second over what is swept."""
+    """Plot step time and tokens per second against the swept quantity."""
     figure = new_figure("--plot", 7, 4.5)
     axes = figure.subplots()
     values = [point.value / (1 << 30 if what == "host-memory" else 1) for point in points]

@@ -1,4 +1,4 @@
-"""`infinity profile`: what this machine gives, in about a minute."""
+"""`infinity profile`: measure the rates of this machine in about a minute."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print. Return the exit code."""
     from infinity.cli.progress import Progress
     from infinity.profiling import planned_write_bytes, run_profile
     from infinity.zero.ranks import join_ranks
@@ -85,7 +85,7 @@ def _job(args: argparse.Namespace) -> ProfileJob:
     )
 
 
-# For people #
+# Text output #
 
 
 def _table(profile: dict[str, Any]) -> str:
@@ -113,7 +113,8 @@ def _table(profile: dict[str, Any]) -> str:
 
 def _contention_line(entry: dict[str, Any]) -> str:
     rows = f" ({entry['rows']} rows)" if entry["rows"] else ""
-    return f"{entry['part'] + ' beside ' + ' and '.join(entry['beside']) + rows:<40}{entry['share']:>8.0%}  of alone"
+    name = f"{entry['part']} beside {' and '.join(entry['beside'])}{rows}"
+    return f"{name:<40}{entry['share']:>8.0%}  of its rate alone"
 
 
 def _drive_line(name: str, rates: dict[str, Any]) -> str:
@@ -124,7 +125,7 @@ def _drive_line(name: str, rates: dict[str, Any]) -> str:
 def _link_lines(link: dict[str, Any] | None) -> list[str]:
     if link is None:
         return []
-    alone = f"{link['to_device_bytes_per_s'] / 1e9:.2f} there, {link['to_host_bytes_per_s'] / 1e9:.2f} back"
+    alone = f"{link['to_device_bytes_per_s'] / 1e9:.2f} up, {link['to_host_bytes_per_s'] / 1e9:.2f} down"
     both = f"{link['both_to_device_bytes_per_s'] / 1e9:.2f} and {link['both_to_host_bytes_per_s'] / 1e9:.2f}"
     return [f"link to {link['device']}: {alone}; both at once {both} GB/s"]
 
@@ -139,7 +140,7 @@ def _processor_lines(profile: dict[str, Any]) -> list[str]:
     for key, name in (
         ("triad_bytes_per_s", "memory, triad"),
         ("in_place_bytes_per_s", "memory, in place"),
-        ("fresh_bytes_per_s", "memory, made ready"),
+        ("fresh_bytes_per_s", "memory, new pages"),
     ):
         cells = "".join(f"{memory[key] / 1e9:>8.1f}" for memory in profile["memory"])
         lines.append(f"{name:<34}{cells}  GB/s")

@@ -1,4 +1,4 @@
-"""A bar on standard error while something takes long, if somebody is there to see it."""
+"""A progress bar on standard error, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 _WIDTH = 24
 _EVERY_S = 0.5
-_SOON_S = 1.0  # nothing is said of the end before so much is known
+_SOON_S = 1.0  # the remaining time is not estimated earlier
 
 
 class Progress:
-    """One line that is drawn over and over; nothing where standard error is no terminal. A context manager.
+    """One line with a bar, redrawn in place; nothing if standard error is no terminal. A context manager.
 
     Attributes:
-        cpu_s: processor seconds that drawing from a thread has taken so far, for who measures something meanwhile.
+        cpu_s: processor seconds that the drawing thread has taken so far, which measurements subtract.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Progress:
         self.clear()
 
     def show(self, text: str, share: float | None = None) -> None:
-        """Draw `text` with how much is done, 0 to 1, if that is known."""
+        """Draw `text`, with a bar if the share of the work that is done, 0 to 1, is known."""
         self._text, self._share = text, lambda: share
         if not self._drawn:
             return
@@ -51,7 +51,7 @@ class Progress:
             self._drawing.draw()
 
     def clear(self) -> None:
-        """Leave the line empty for others, and count the time anew."""
+        """Remove the line, and restart the clock for the remaining time."""
         if self._drawing is not None:
             self._drawing.end()
             self._drawing = None
@@ -59,7 +59,7 @@ class Progress:
 
     @contextmanager
     def following(self, text: str, share: Callable[[], float]) -> Iterator[None]:
-        """Draw again and again what `share` says, from a thread, while the body works."""
+        """Redraw `text` and the present `share` from a thread while the body of the context runs."""
         self.clear()
         self._text, self._share = text, share
         if not self._drawn:
@@ -77,7 +77,7 @@ class Progress:
             self.clear()
 
     def say(self, text: str) -> None:
-        """What `following` is to write from now on beside its bar."""
+        """Change the text beside the bar of `following`."""
         self._text = text
 
     def _follow(self, drawing: Drawing, over: threading.Event) -> None:
@@ -111,6 +111,6 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds as `3:07`, hours before them if there are any."""
+    """Return a duration as `3:07`, or as `1:03:07` from one hour on."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

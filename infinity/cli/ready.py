@@ -14,7 +14,7 @@ _PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")  # installed; in a
 
 
 def ready_configurations() -> dict[str, Path]:
-    """Every ready configuration, by its name without `.json`.
+    """Return the file of every ready configuration, by its name without `.json`.
 
     Raises:
         ConfigError: their directory is missing.
@@ -27,7 +27,7 @@ def ready_configurations() -> dict[str, Path]:
 
 
 def config_argument(text: str) -> Path:
-    """A configuration file, or the name of a ready one, as argparse wants its types; a file comes first."""
+    """Argparse type: a configuration file, or the name of a ready configuration; an existing file takes precedence."""
     path = path_argument(text)
     if path.suffix or len(path.parts) != 1 or path.exists():
         return path
@@ -38,10 +38,10 @@ def config_argument(text: str) -> Path:
 
 
 def ready_configuration(name: str) -> Path:
-    """The file of a ready configuration.
+    """Return the file of a ready configuration.
 
     Raises:
-        ConfigError: there is none of this name; the message lists the names.
+        ConfigError: the name is unknown; the message lists the names.
     """
     ready = ready_configurations()
     if name in ready:

@@ -1,4 +1,4 @@
-"""`infinity report`: a run as a page of HTML, or in numbers."""
+"""`infinity report`: show a run as numbers and as a page of HTML."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and print the numbers; returns the exit code."""
+    """Write the page and print the numbers. Return the exit code."""
     found = read_log(args.log)
     summary = summarize(found)
     target = args.html or (None if args.json else args.log.with_suffix(".html"))
@@ -62,7 +62,7 @@ def _name(log: Path, found: RunLines) -> str:
 
 
 def _timeline(given: Path | None, found: RunLines) -> list[Ran]:
-    """The timeline that was asked for or, if it is there, the run's own."""
+    """Return the given timeline, or the one that the log names if it exists; else an empty list."""
     if given is not None:
         return read_timeline(given)
     told = found.about.get("timeline")

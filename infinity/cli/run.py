@@ -1,4 +1,4 @@
-"""`infinity run`: start one process a rank, through torchrun."""
+"""`infinity run`: start one process for each rank, with torchrun."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from infinity.errors import ConfigError
 from infinity.integrations.as_deepspeed import FOLDER
 from infinity.integrations.deepspeed.auto_values import auto_problem
 
-# Files, not -m, which looks in the working directory first.
+# Started as files: `python -m` would look in the working directory first.
 _COMMAND, _TORCHRUN = (Path(__file__).parent / "launch" / name for name in ("command.py", "torchrun.py"))
 
-# Of DeepSpeed's launcher, which reaches other machines by ssh.
+# Options of DeepSpeed's launcher, which starts other machines by ssh.
 _DEEPSPEEDS = ("--hostfile", "--include", "--exclude", "--launcher")
 
-_COMMANDS = ("train", "profile")  # that several ranks run together
+_COMMANDS = ("train", "profile")  # commands that several ranks run together
 _OF_ACCELERATE = ("--deepspeed", "--deepspeed_config_file")  # options whose file transformers and accelerate read
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
@@ -124,7 +124,7 @@ def _check_launcher(args: argparse.Namespace) -> None:
 
 
 def _left_auto(arguments: Sequence[str]) -> str:
-    """Why accelerate refuses the configuration that a command line gives it; nothing if it does not."""
+    """Return why accelerate refuses the configuration in its command line; empty if it does not."""
     for option, value in zip(arguments, [*arguments, ""][1:], strict=True):
         name, assigned, inline = option.partition("=")
         if name not in _OF_ACCELERATE:
@@ -132,7 +132,7 @@ def _left_auto(arguments: Sequence[str]) -> str:
         file = inline if assigned else value
         try:
             content = json.loads(Path(file).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # no file, or one that the script is to refuse
+        except (OSError, ValueError):  # missing or damaged: the script raises its own error
             continue
         problem = auto_problem(content, file)
         if problem:
@@ -141,7 +141,7 @@ def _left_auto(arguments: Sequence[str]) -> str:
 
 
 def _meeting(args: argparse.Namespace) -> list[str]:
-    """Where the processes meet, as torchrun's options."""
+    """Return torchrun's options for the address at which the processes meet."""
     check_least(args, 1, "nodes")
     if args.master_port is not None and not 0 < args.master_port < 1 << 16:
         raise ConfigError(f"--master-port is {args.master_port}; it must be a port, 1 to 65535")
@@ -165,7 +165,7 @@ def _meeting(args: argparse.Namespace) -> list[str]:
 
 
 def _endings(args: argparse.Namespace) -> list[str]:
-    """What torchrun does when a rank ends, or is to end, as its options."""
+    """Return torchrun's options for restarts and for shutdown."""
     check_least(args, 0, "max_restarts")
     check_least(args, 1, "shutdown_timeout")
     options = {"--max-restarts": args.max_restarts, "--shutdown-timeout": args.shutdown_timeout}
@@ -173,14 +173,14 @@ def _endings(args: argparse.Namespace) -> list[str]:
 
 
 def _binding(args: argparse.Namespace) -> list[str]:
-    """Which CPUs the ranks run on, as torchrun's options."""
+    """Return torchrun's options for the CPUs that the ranks run on."""
     if args.numa_binding is None:
         return []
     try:
         from torch.numa.binding import AffinityMode
     except ImportError as error:
         raise ConfigError(
-            f"--numa-binding {args.numa_binding} takes torch 2.9 or newer: start each rank under numactl instead"
+            f"--numa-binding {args.numa_binding} needs torch 2.9 or newer: start each rank under numactl instead"
         ) from error
     modes = [mode.value for mode in AffinityMode]
     if args.numa_binding not in modes:
@@ -189,7 +189,7 @@ def _binding(args: argparse.Namespace) -> list[str]:
 
 
 def _accelerate(args: argparse.Namespace) -> list[str]:
-    """The command line of accelerate."""
+    """Return the command line of accelerate, behind the Python interpreter."""
     ours = (args.ranks, args.node_rank, args.address, args.max_restarts, args.shutdown_timeout, args.numa_binding)
     if args.nodes != 1 or any(value is not None for value in ours):
         raise ConfigError("accelerate starts the ranks: give `accelerate launch` its own --num_processes and the like")

@@ -1,4 +1,4 @@
-"""`infinity selftest`: whether the engine is right on this machine and its device, in two minutes."""
+"""`infinity selftest`: check in two minutes that the engine computes correctly on this machine and its device."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check and print; returns the exit code."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS begins; for sums in one order
+    """Check and print. Return the exit code."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic sums; cuBLAS reads it once
     from infinity.cli.progress import Progress
     from infinity.cli.selftesting.outcome import outcomes
     from infinity.cli.selftesting.training import same_bits_each_time
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def all_checks(device: torch.device, path: Path) -> list[Check]:
-    """What is tried on a device.
+    """Return all checks of a device.
 
     Args:
         path: a directory on a drive.
@@ -73,7 +73,7 @@ def all_checks(device: torch.device, path: Path) -> list[Check]:
 
 
 def _device(asked: str | None) -> torch.device:
-    """Where to compute."""
+    """Return the device that was asked for, or by default the accelerator, or the CPU if there is none."""
     import torch
 
     from infinity.tiers import accelerator
@@ -90,7 +90,7 @@ def _device(asked: str | None) -> torch.device:
     return device
 
 
-# For people #
+# Text output #
 
 
 def _counts(found: list[Outcome]) -> dict[str, Any]:

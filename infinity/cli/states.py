@@ -1,4 +1,4 @@
-"""`infinity states`: what runs with tiering.crash_consistent have kept on a drive, and its removal."""
+"""`infinity states`: list and remove the states that runs with tiering.crash_consistent keep on a drive."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What one rank of a run has in a directory.
+    """The states of one rank of a run in a directory.
 
     Attributes:
-        step: that it can go on from; None where the record is elsewhere.
-        nbytes: on the drive.
-        in_use: a living process has it.
-        problem: why nobody can go on from it, if so.
+        step: the step that they hold; None if it is unknown.
+        nbytes: their size on the drive.
+        in_use: whether a running process uses them.
+        problem: why the run cannot be resumed from them, or None.
     """
 
     run: str
@@ -68,7 +68,7 @@ def _list(args: argparse.Namespace) -> int:
         print(json.dumps([asdict(each) for each in found]))
         return 0
     for each in found:
-        state = "in use" if each.in_use else each.problem or "can be gone on from"
+        state = "in use" if each.in_use else each.problem or "can be resumed"
         step = "step ?" if each.step is None else f"step {each.step:,}"
         print(f"run {each.run}  rank {each.rank}  {step}  {format_size(each.nbytes)}  {state}")
     if not found:
@@ -99,7 +99,7 @@ def _remove(args: argparse.Namespace) -> int:
 
 
 def _size(file: KeptFile) -> int:
-    with suppress(FileNotFoundError):  # removed just now
+    with suppress(FileNotFoundError):  # another process may have removed it
         return file.path.lstat().st_size
     return 0
 
@@ -113,7 +113,7 @@ def _files(directory: Path) -> list[KeptFile]:
 
 
 def _look(directory: Path) -> list[_Kept]:
-    """What there is, by run and rank."""
+    """Return the kept states in a directory, by run and rank."""
     groups: dict[tuple[str, int], list[KeptFile]] = {}
     for file in _files(directory):
         groups.setdefault((file.run, file.rank), []).append(file)
@@ -124,7 +124,7 @@ def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
     from infinity.tiers.run_files import is_locked, missing_states, read_record
 
     step = None
-    problem = next((f"not to be gone on from: {file.foreign}" for file in files if file.foreign is not None), None)
+    problem = next((f"cannot be resumed: {file.foreign}" for file in files if file.foreign is not None), None)
     record = next((file for file in files if file.is_record), None)
     if problem is not None:
         pass
@@ -134,7 +134,7 @@ def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
         try:
             described = read_record(record.path)
             if not described.generations:
-                problem = "it has ended, and goes with the next start"
+                problem = "the run has ended; its next start removes the states"
             else:
                 step = int(described.generations[0].state["counters"]["global_steps"])
                 missing = missing_states(described, _directories(described, record.path.parent))
@@ -147,6 +147,6 @@ def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
 
 
 def _directories(record: Record, first: Path) -> list[Path]:
-    """The directories of a run's states; the first one, which has the record, may have been mounted elsewhere."""
+    """Return the directories of a run's states. The first one has the record; it may be mounted elsewhere now."""
     paths = [stripe.path for stripe in record.stripes]
     return [first if path == paths[0] else path for path in paths]

@@ -1,4 +1,4 @@
-"""What is drawn over and over on standard error, where that is a terminal: other output goes above it."""
+"""Text that is redrawn in place on a terminal, below all other output; and safe use of the standard streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CANNOT_DRAW = frozenset(("dumb", "unknown"))
 
 
 def plain(text: str) -> str:
-    """Somebody's text as it can be shown: what would move a cursor, set a title or turn the line round is escaped."""
+    """Return the text with unprintable characters escaped: a terminal would interpret them as commands."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -28,13 +28,13 @@ def drop_unread_streams() -> None:
     """Redirect standard output and standard error to the null device, if their reader is gone."""
     poll = select.poll()
     for number in (1, 2):
-        poll.register(number, 0)  # a pipe without a reader and a closed terminal are reported without being asked for
+        poll.register(number, 0)  # poll always reports a pipe without a reader, and a closed terminal
     for number, _ in poll.poll(0):
         os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 def unwind_on_signals() -> None:
-    """Let SIGTERM, and SIGHUP unless it is ignored, end the command by an exception, so that its files are removed."""
+    """Raise SystemExit on SIGTERM and SIGHUP, unless they are ignored, so that the command's files are removed."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -46,23 +46,23 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def is_terminal() -> bool:
-    """Somebody looks at standard error, on something that can move its cursor."""
+    """Whether standard error is a terminal that can move its cursor."""
     return sys.stderr.isatty() and os.environ.get("TERM", "") not in _CANNOT_DRAW
 
 
 def console() -> Console:
-    """Standard error; text is shown as it is, brackets and all."""
+    """Return a console on standard error that shows text unchanged, including brackets."""
     from rich.console import Console
 
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 
 class Drawing:
-    """A picture of some lines at the bottom of the terminal, and what else is printed above it.
+    """A picture of some lines at the bottom of the terminal. Other output is printed above it.
 
     Args:
-        renderable: makes the picture, for the terminal's present width.
-        stays: the last picture is left on the terminal at the end.
+        renderable: returns the picture, for the terminal's present width.
+        stays: leave the last picture on the terminal at the end.
     """
 
     def __init__(self, renderable: Callable[[], RenderableType], *, stays: bool = False) -> None:
@@ -73,19 +73,19 @@ class Drawing:
             console=console(),
             auto_refresh=False,
             transient=not stays,
-            redirect_stdout=sys.stdout.isatty(),  # a file or pipe gets what is its own
+            redirect_stdout=sys.stdout.isatty(),  # output to a file or pipe must not go to the terminal
         )
         self._handlers: list[logging.StreamHandler[TextIO]] = []
-        atexit.register(self.end)  # an error may come past whoever has drawn, and the cursor is hidden
+        atexit.register(self.end)  # shows the cursor again if an error skips the call of `end`
         before = sys.stderr
         self._live.start(refresh=True)
-        for handler in logging.getLogger().handlers:  # they hold standard error as it was
+        for handler in logging.getLogger().handlers:  # they still write to the stream from before `start`
             if isinstance(handler, logging.StreamHandler) and handler.stream is before:
                 handler.setStream(sys.stderr)
                 self._handlers.append(handler)
 
     def draw(self) -> None:
-        """Show what is new."""
+        """Redraw the picture."""
         self._live.refresh()
 
     def note(self, text: str) -> None:
@@ -93,7 +93,7 @@ class Drawing:
         self._live.console.print(text, soft_wrap=True)
 
     def end(self) -> None:
-        """Give the terminal back; a second time does nothing."""
+        """Restore the terminal. A second call does nothing."""
         atexit.unregister(self.end)
         self._live.stop()
         while self._handlers:

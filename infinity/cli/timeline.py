@@ -1,4 +1,4 @@
-"""`infinity timeline`: sums up and draws the file that `tiering.timeline` writes."""
+"""`infinity timeline`: sum up and draw the file that `tiering.timeline` writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.config import format_size
 from infinity.telemetry import Lane
 from infinity.telemetry.timeline_summary import Ran, TimelineSum, read_timeline, step_windows, sum_up
 
-_LABELLED_SHARE = 0.05  # of the width of the picture; on narrower phases the name has no room
+_LABELLED_SHARE = 0.05  # of the picture's width; narrower phases have no room for their name
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the sums; returns the exit code."""
+    """Print the sums. Return the exit code."""
     spans = read_timeline(args.file)
     total = sum_up(spans, args.steps)
     if args.json:
@@ -87,7 +87,7 @@ def _show(total: TimelineSum) -> None:
 
 
 def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> None:
-    """One row a lane; what overlaps in a lane is drawn over one another."""
+    """Draw one row for each lane. Spans of a lane that overlap are drawn over each other."""
     windows = step_windows(spans)
     begin_s, end_s = windows[total.steps[0]][0], windows[total.steps[-1]][1]
     lanes = list(total.lanes)
@@ -99,7 +99,7 @@ def _draw(path: Path, title: str, spans: Sequence[Ran], total: TimelineSum) -> N
             for span in spans
             if span.lane is lane and span.start_s < end_s and span.end_s > begin_s
         ]
-        edge = 1.0 if lane is Lane.PHASE else 0.0  # around narrow bars it would hide them
+        edge = 1.0 if lane is Lane.PHASE else 0.0  # an edge would hide narrow bars
         axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=COLOURS[lane], edgecolors="white", linewidth=edge)
     for span in spans:
         wide = span.end_s - span.start_s > _LABELLED_SHARE * (end_s - begin_s)

@@ -1,4 +1,4 @@
-"""`infinity top`: the runs of this user on this machine, as they are now."""
+"""`infinity top`: show the present state of this user's runs on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.cli.watching.tables import details, table
 from infinity.errors import ConfigError
 from infinity.telemetry.status import PERIOD_S, RunStatus, read_runs
 
-_PIPE_COLUMNS = 160  # of what is no terminal
+_PIPE_COLUMNS = 160  # if standard output is no terminal
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show; returns the exit code."""
+    """Show the runs. Return the exit code."""
     if args.json:
         print(json.dumps([_facts(status) for status in _chosen(args.run_name)]))
         return 0
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(name: str | None) -> int:
-    """Draw on a screen of its own until Ctrl-C."""
+    """Draw on the terminal's alternate screen until Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -59,7 +59,7 @@ def _watch(name: str | None) -> int:
             shown[-1] = f"... {len(lines) - len(shown) + 1} more lines: give RUN, or a higher terminal"
         return Text("\n".join(shown), no_wrap=True, overflow="crop")
 
-    _chosen(name)  # refused before the screen is another
+    _chosen(name)  # raises before the screen is switched
     try:
         with Live(get_renderable=picture, console=console, screen=True, auto_refresh=False) as live:
             while True:
@@ -76,12 +76,12 @@ def _lines(name: str | None, columns: int) -> list[str]:
     if name is not None:
         return [line for run in _called(runs, name) for line in details(run, columns)] or [f"{name} has ended"]
     if not runs:
-        return ["nothing of this user trains on this machine (or tiering.status is false)", *notes]
+        return ["no training of this user runs on this machine (or tiering.status is false)", *notes]
     return [*table(runs, columns), *notes]
 
 
 def _chosen(name: str | None) -> list[RunStatus]:
-    """The runs that were asked for."""
+    """Return the runs of this name; all runs for None. Raises ConfigError if there is none."""
     runs = read_runs()
     if name is None:
         return runs
@@ -93,7 +93,7 @@ def _chosen(name: str | None) -> list[RunStatus]:
 
 
 def _called(runs: Sequence[RunStatus], name: str) -> list[RunStatus]:
-    """Those that live; if none does, those that have ended."""
+    """Return the living runs with this pid or in whose command the name occurs; ended ones if none lives."""
     if name.isdigit():
         found = [run for run in runs if run.pid == int(name)]
     else:

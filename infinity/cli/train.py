@@ -142,7 +142,7 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; returns the exit code."""
+    """Train. Return the exit code."""
     _check(args)
     with needed_packages("train"):
         from infinity.cli.training.configuration import ConfigOptions
@@ -202,7 +202,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.epochs is not None and not 0 < args.epochs < math.inf:
         raise ConfigError(f"--epochs is {args.epochs}; it must be a number above 0, such as 3 or 0.5")
     if args.lr is not None and not 0 <= args.lr < math.inf:
-        raise ConfigError(f"--lr is {args.lr}; it must be a number from 0 on")
+        raise ConfigError(f"--lr is {args.lr}; it must be a number, at least 0")
     if args.eval_split is not None and not 0 < args.eval_split < 1:
         raise ConfigError(f"--eval-split is {args.eval_split}; it must be a share between 0 and 1, such as 0.05")
     for one, other in (("--eval-split", "--eval-data"), ("--output", "--no-save")):
@@ -214,4 +214,4 @@ def _check(args: argparse.Namespace) -> None:
         ("--data", args.data, args.data_paths),
     ):
         if given and positional:
-            raise ConfigError(f"{option} is given twice, as an option and by its place; give one")
+            raise ConfigError(f"{option} is given twice, as an option and as a positional argument; give one")

@@ -1,4 +1,4 @@
-"""`infinity tune`: the fastest configuration for a model on this machine."""
+"""`infinity tune`: find the fastest configuration for a model on this machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, write and report; returns the exit code."""
+    """Search, write and report. Return the exit code."""
     unwind_on_signals()
     with needed_packages("tune"):
         from infinity.cli.tuning.command import tune

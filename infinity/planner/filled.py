@@ -134,5 +134,5 @@ def _why_not(plan: TrainingPlan, config: Config) -> str:
         if reason:
             return reason
     if not plan.sizing.may_come:
-        return "parameters come and go (zero_optimization.offload_param.device), so states cannot stay"
+        return "parameters are evicted (zero_optimization.offload_param.device), so their states cannot stay"
     return "beside activations and tiering.device_headroom there is no room for those of a unit"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from infinity.simulation.clock import Clock, Operation, Tempo
 
-Speeds = Callable[[frozenset[str]], Mapping[str, float]]  # of the busy lanes, as shares of each one's speed alone
+Speeds = Callable[[frozenset[str]], Mapping[str, float]]  # busy lanes -> speed of each, as a share of its speed alone
 _OF_WORKER = ("pick", "update")  # operations whose end is a turn of the worker
 
 
@@ -47,7 +47,7 @@ class Lanes(Clock):
 
     Attributes:
         now_s: time since the start.
-        waited_s: of the compute thread, by cause.
+        waited_s: waits of the compute thread, by cause.
         busy_s: time in which each part was busy.
         cost: of an operation, see `Clock.start`.
 
@@ -66,7 +66,7 @@ class Lanes(Clock):
         self._lanes: dict[str, list[Task]] = {name: [] for name in parts}  # the first task runs now
         self._speeds = speeds
         self._known: dict[frozenset[str], Mapping[str, float]] = {}
-        self._turns: deque[Callable[[], object]] = deque()  # of the worker
+        self._turns: deque[Callable[[], object]] = deque()  # pending turns of the worker
         self._cause = ""
 
     def put(
@@ -135,7 +135,7 @@ class Lanes(Clock):
         """Advance to the end of the next task."""
         busy = frozenset(name for name, lane in self._lanes.items() if lane)
         if not busy:
-            raise RuntimeError("everybody waits, and nothing is under way")
+            raise RuntimeError("deadlock: the compute thread waits, but no lane is busy")
         if busy not in self._known:
             self._known[busy] = self._speeds(busy)
         speeds = self._known[busy]

@@ -18,7 +18,7 @@ from infinity.config.read import read_text
 from infinity.errors import ConfigError
 
 _GIB = 1 << 30
-_SHARE = 0.55  # of the peak that a transformer reaches
+_SHARE = 0.55  # share of the peak rate that a transformer reaches
 _OF_A_PROFILE = ("optimizer_rate", "disk")  # a profile of another machine can replace these
 
 

@@ -23,9 +23,9 @@ Count = Callable[[nn.Module, TrainingPlan], Work]
 _SLACK_BYTES = 128 << 20
 _SLACK_SHARE = 20
 _MOST_PARAMS = 1e15
-_SURE = 0.98  # of the free memory: libraries take a little more or less in another process
+_SURE = 0.98  # usable share of the free memory: libraries take a little more or less in another process
 _NEAR = 1.05
-_LEAST_BYTES = 6  # of a parameter and its states, in any format
+_LEAST_BYTES = 6  # least bytes of a parameter and its states, in any format
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _never_taken_bytes(plan: TrainingPlan, step: StepTime | None) -> int:
         spilled = [shards.grad_sizes[unit] for unit in homes.spilled]
         on_drive = plan.placement.stored_bytes - sum(spilled)
         states_bytes = sum(shards.tile_sizes) - on_drive
-        # together: gradients may stay in memory beside states that stay, and then count with these
+        # Added up: gradients of units whose states stay in memory may count among the states.
         granted_bytes = plan.split.grads_bytes + plan.split.states_bytes
         return params + granted_bytes - own_bytes - homes.slots * max(spilled) - states_bytes
     if step is None or step.unknown:
@@ -176,7 +176,7 @@ def plan_with_room(
     try:
         return roomy, plan_training(model, roomy, machine), work
     except CapacityError:  # not even with cut blocks
-        for _ in range(2):  # fewer parameters stay on the device if its budget is small, and then the least is less
+        for _ in range(2):  # a smaller device budget keeps fewer parameters there, which lowers the minimum again
             roomy = room(host_least=plan.needs.least_bytes, device_least=device_least_bytes(plan.sizing))
             plan = plan_training(model, roomy, machine)
         return roomy, plan, work

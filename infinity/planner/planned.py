@@ -1,4 +1,4 @@
-"""From the plan of a training to what is simulated of it, and what is not, in words."""
+"""Translates a training plan into a simulation, and lists how the simulation differs from the engine."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from infinity.simulation.run import Outcome, search
 from infinity.tiers import Memory
 from infinity.zero.updates import UpdateSchedule
 
-_MOST_TILES = 4  # of a unit, that are told apart
+_MOST_TILES = 4  # simulated tiles of a unit
 _MOST_RANKS = 8
-_SAVED = 8  # memory for saved activations, in the smallest ones
+_SAVED = 8  # memory for saved activations, in units of the smallest tensor
 SCENARIO_STEPS = 12
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A training as it is simulated.
+    """The simulation of a training.
 
     Attributes:
-        config: with ranks whose operations take no time; each scenario draws other times.
-        notes: what is simulated otherwise than the engine does it, or not at all, in words.
+        config: its operations take no time; each scenario draws other durations.
+        notes: differences between the simulation and the engine, in words.
     """
 
     config: Config
@@ -48,7 +48,7 @@ class Planned:
     notes: tuple[str, ...]
 
     def scenario(self, seed: int, steps: int = SCENARIO_STEPS) -> Scenario:
-        """So many steps of the training, with times, failures and user calls drawn from a seed."""
+        """Return a scenario of so many steps, with durations, failures and user calls drawn from a seed."""
         random, saves = Random(seed), Random(-3 - seed)
         made = random.random() < 0.5
         units = tuple(replace(unit, made=made and _may_be_made(unit)) for unit in self.config.units)
@@ -66,7 +66,7 @@ def _may_be_made(unit: UnitSpec) -> bool:
 
 
 def search_planned(planned: Planned, steps: int, first: int = 0) -> tuple[Outcome, int]:
-    """Simulate so many steps, seed after seed, up to a violation; see `search`."""
+    """Simulate so many steps, seed after seed, until a violation; see `search`."""
     ranks = len(planned.config.ranks)
 
     def scenario_of(seed: int, total: Outcome) -> Scenario | None:
@@ -77,13 +77,13 @@ def search_planned(planned: Planned, steps: int, first: int = 0) -> tuple[Outcom
 
 
 def planned_of(plan: TrainingPlan, config: Configuration, later: Collection[int] = ()) -> Planned:
-    """What is simulated of a plan.
+    """Return the simulation of a plan.
 
     Args:
-        later: units whose optimizer states come to the device after the first step.
+        later: units whose optimizer states move to the device after the first step.
 
     Raises:
-        ConfigError: it has units that the simulation does not know.
+        ConfigError: the plan has units that cannot be simulated.
     """
     tiles = plan.placement.tiles
     units = tuple(replace(_unit(plan, unit, tiles[unit]), comes=unit in later) for unit in range(len(plan.units)))
@@ -101,7 +101,7 @@ def planned_of(plan: TrainingPlan, config: Configuration, later: Collection[int]
         keeps=sizing.keeps_steps,
         images=_images(plan, sum(unit.tiles for unit in units if unit.grads)),
         ahead_bytes=sizing.ahead_bytes,
-        # Of shards, where the simulation moves whole units.
+        # The engine stages shards, the simulation whole units.
         staging_bytes=0 if rules.update_memory is Memory.DEVICE else sizing.params.staging * rules.sharding.count,
         gathers=gathers,
         ring=LEAST_SLOTS,
@@ -129,9 +129,8 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
     there, trained, moves = unit in sizing.on_device, bool(homes), spec.offloaded
     if moves and there is not spec.has_device_shard:
         raise ConfigError(
-            f"unit `{spec.name}` cannot be simulated: its parameters come and go, and are "
-            f"{'not ' if there else ''}on the device beside what is computed on, while its states are "
-            f"{'' if there else 'not '}there"
+            f"unit `{spec.name}` cannot be simulated: its parameters are fetched and evicted, and its states are "
+            f"{'' if there else 'not '}on the device, but its shard is {'not' if there else 'there'}"
         )
     host = home is Memory.HOST and moves and not sizing.keeps_steps
     tiles = max(1, min(_MOST_TILES, len(homes)))
@@ -166,7 +165,7 @@ def _grads(plan: TrainingPlan, unit: int, *, there: bool) -> str:
 
 
 def _old_params(plan: TrainingPlan, *, is_double_buffered: bool, all_stored: bool) -> str:
-    """Where a speculative update keeps what it replaces; `InFlight` decides so by what is true then."""
+    """Return where a speculative update keeps the old parameters. The engine decides this at the time of the update."""
     sizing = plan.sizing
     if not sizing.keeps_steps and sizing.is_double_buffered and not sizing.writes_updates and all_stored:
         return "states"
@@ -174,7 +173,7 @@ def _old_params(plan: TrainingPlan, *, is_double_buffered: bool, all_stored: boo
 
 
 def _images(plan: TrainingPlan, tiles: int) -> int:
-    """How many of the tiles of all units have room in the undo log."""
+    """Return how many tiles fit into the undo log, of the tiles of all units."""
     needs, split = plan.needs, plan.split
     return split.images_bytes * tiles // needs.images_bytes if needs.images_bytes else 0
 
@@ -184,7 +183,7 @@ def _norms(config: Configuration) -> tuple[str, ...]:
     return ("quiet", "quiet", "quiet", *clipped, "overflow")
 
 
-# What is not simulated #
+# Differences from the engine #
 
 
 def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: int) -> Iterator[str]:
@@ -194,9 +193,9 @@ def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: in
     in_memory = plan.placement.params.count(Memory.HOST)
     micro = config.gradient_accumulation_steps
     if any(Memory.NVME in homes for homes in plan.placement.tiles):
-        yield f"the ring of optimizer states has {LEAST_SLOTS} slots, the least that the engine takes"
+        yield f"the ring of optimizer states has {LEAST_SLOTS} slots, the minimum of the engine"
     if most_tiles > _MOST_TILES:
-        yield f"{_MOST_TILES} tiles of a unit are told apart, which has up to {most_tiles}"
+        yield f"a unit has {_MOST_TILES} tiles at most, instead of up to {most_tiles}"
     if ranks < plan.machine.ranks:
         yield f"{ranks} ranks of {plan.machine.ranks} are simulated"
     if rules.grads.reduces:
@@ -206,14 +205,14 @@ def _notes(plan: TrainingPlan, config: Configuration, ranks: int, most_tiles: in
     if sizing.layer_major:
         yield "layer-major accumulation: each module that uses a unit is simulated as a block"
     if micro > 1 and (rules.grads.sums_on_device or rules.grads.sums_once):
-        yield "sums of gradients on the device: the gradients of each micro-batch are simulated to leave it"
+        yield "gradients leave the device after each micro-batch, instead of being summed on it"
     if sizing.on_device:
-        yield "memory for gradients on the device is taken to be enough"
+        yield "memory for gradients on the device is assumed to be enough"
     if around:
-        yield f"modules around others ({', '.join(around)}) are simulated as used before these, and not meanwhile"
+        yield f"modules that contain others ({', '.join(around)}) are used before these, not during their use"
     if sizing.shards.standing:
-        yield "gradients of small parameters that stay are simulated to come with each use of one of them"
+        yield "small parameters that are never evicted get a gradient at each use of one of them"
     if sizing.keeps_steps and in_memory and rules.update_memory is Memory.HOST:
-        yield f"{in_memory} units that live in host memory are simulated as if they lived on the drives"
+        yield f"{in_memory} units whose home is host memory are simulated as if it were the drives"
     if rules.params.pass_host:
-        yield "reads past the host are simulated as reads through host memory"
+        yield "reads from the drives to the device are simulated as reads through host memory"

@@ -35,7 +35,7 @@ class Rates:
 
     Attributes:
         products: (rows, flop a second) by layout of the operands, of one device.
-        memory_bytes_per_s: of operations that are no products, reads and writes, of one device.
+        memory_bytes_per_s: reads and writes of operations other than products, of one device.
         fresh_bytes_per_s: at which the system provides new memory, in addition to filling it.
         optimizer_params_per_s: updates of all processes of the machine together.
         disk: all drives of the machine together; inward is read.
@@ -43,8 +43,8 @@ class Rates:
         gather_bytes_per_s, reduce_bytes_per_s: received or sent by one rank.
         operation_s: overhead of an operation in Python and in torch.
         launches_ahead: this overhead overlaps with computation on the device.
-        beside: the share of its speed that one part of the machine keeps while others work, for "compute", "optimizer"
-            and "disk"; (rows of the products, share) by the part and those others.
+        beside: the share of its speed that a part of the machine ("compute", "optimizer" or "disk") keeps while others
+            work: (rows of the products, share) by this part and the set of the others.
     """
 
     products: dict[str, Points] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def rates_of(profile: dict[str, Any], *, dtype: str, state_format: str, device: 
         if entry["device"] == device and entry["dtype"] == dtype:
             products.setdefault(entry["layout"], []).append((entry["rows"], entry["flop_per_s"]))
     if not products:
-        raise ConfigError(f"the profile has no matrix products in {dtype} on {device}: take it anew where that is")
+        raise ConfigError(f"the profile has no matrix products in {dtype} on {device}: profile a machine that has it")
     optimizer = [entry for entry in profile["optimizer"] if entry["format"] == state_format]
     memory = max(profile["memory"], key=lambda entry: entry["threads"])
     ranks, link = profile["ranks"], profile["link"]

@@ -42,8 +42,8 @@ PARTS = {
     EXCHANGE: "collectives",
 }
 _WARM_UP, _MEASURED = 2, 2  # steps
-_FIRST_GRAD = 0.15  # of a block's backward, until one of its parameters has its gradient
-_ARRIVALS = 6  # of gradients, in the remaining backward of a block
+_FIRST_GRAD = 0.15  # share of a block's backward before the first gradient is ready
+_ARRIVALS = 6  # steps in which the gradients arrive during the remaining backward of a block
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _config(work: StepWork) -> Config:
 
 
 class _Worker(Worker):
-    """Blocks nowhere, since the compute thread goes on while the worker waits for a drive.
+    """A worker that never blocks the simulation: the compute thread continues while the worker waits for a drive.
 
     Attributes:
         upload: called with each unit whose update is computed.
@@ -127,14 +127,14 @@ class _Worker(Worker):
         self.states.ring.read_ahead(self._reading._upcoming(), wait=False)
 
     def _arriving(self, tile: Tile) -> Operation | None:
-        """What the tile waits for; its read begins once nothing is in its way."""
+        """Return the operation that the tile waits for, and start its read as soon as possible."""
         ring, arriving = self.states.ring, self.states.arriving
         if tile.home is Memory.NVME and not ring.has(tile):
             ring.reap()
             if ring._leaving and (not ring._free or tile.home_copy.state is State.ARRIVING):
                 return cast(Transfer, ring._leaving[0].home_copy.moves[0].transfer).operation
             if not ring._free and (last := arriving(next(reversed(ring._arriving)))) is not None:
-                return last  # it will be dropped
+                return last  # when this read has ended, its slot is freed for the tile
             ring._make_room()
             ring._read(tile, Priority.DEMAND)
         read = arriving(tile)
@@ -144,7 +144,7 @@ class _Worker(Worker):
 
     def _updated(self, ticket: Ticket, update: Operation) -> None:
         super()._updated(ticket, update)
-        for write in ticket.writes[-2:]:  # of states and of parameters
+        for write in ticket.writes[-2:]:  # the writes of the tile's states and parameters
             if write.then is None:
                 write.then = self._wake
 
@@ -165,10 +165,10 @@ class TimedRank(Rank):
         self._first = {use.unit: position for position, use in reversed(list(enumerate(work.uses)))}
         lanes.cost = self._cost
         super().__init__(_config(work), 0, 0, [0] * len(work.units), agree=lambda _: None)
-        self._saved: dict[int, list[Operation]] = {}  # by position: activations on their way back
+        self._saved: dict[int, list[Operation]] = {}  # transfers of activations back to the device, by position
         self._coming: defaultdict[Row, list[Operation]] = defaultdict(list)  # transfers of gradients to the host
         self._unsent_s: dict[Row, float] = {}  # uploads that start once the parameters are in memory and updated
-        self._sending: dict[Row, list[Operation]] = {}  # parameters
+        self._sending: dict[Row, list[Operation]] = {}  # uploads of parameters in flight
         self._expect()
         # measurements
         self._phase = ""
@@ -177,7 +177,7 @@ class TimedRank(Rank):
         self._most_leased_bytes = 0
 
     def _expect(self) -> None:
-        """Begin in the middle of a training."""
+        """Set up the plan and memory of a training in steady state."""
         uses, plan = [use.unit for use in self._work.uses], self._work.plan
         self.cycle.expect([*uses, *uses[::-1]], plan)
         for row in [row for row in self.rows if row.offloaded and row.index in plan.resident]:
@@ -236,7 +236,7 @@ class TimedRank(Rank):
         waits_s = defaultdict[str, float](float)
         for lane, seconds in _mean(lanes.waited_s, waited_s).items():
             waits_s[PARTS[lane]] += seconds
-        waits_s.pop(PARTS[COMPUTE], None)  # this is computation, no wait
+        waits_s.pop(PARTS[COMPUTE], None)  # time of computation, not of a wait
         return SimulatedStep(
             (lanes.now_s - begun_s) / _MEASURED,
             _mean(self._phases_s, {}),
@@ -257,7 +257,7 @@ class TimedRank(Rank):
 
     def _finish_step(self, norm: str, *, raises: bool) -> None:
         self.worker.queue.prefer(begun=False)
-        if not self._work.runs_in_backward:  # the norm is that of all gradients
+        if not self._work.runs_in_backward:  # the norm needs all gradients
             self._wait((task for tasks in self._coming.values() for task in tasks), DOWN)
         super()._finish_step(norm, raises=raises)
         if self._work.waits_for_updates:
@@ -297,7 +297,7 @@ class TimedRank(Rank):
                 self.poll()
 
     def _bring_saved(self, position: int) -> None:
-        """Wait for the activations of a use; those of the use before it are on their way meanwhile."""
+        """Wait for the activations of a use. Those of the use before it are also on their way."""
         for at in range(position, max(-1, position - 2), -1):
             if at not in self._saved:
                 use = self._work.uses[at]
@@ -351,7 +351,7 @@ class TimedRank(Rank):
                 self._sending[row].append(self.lanes.put(EXCHANGE, self._work.units[row.index].regather_s))
 
     def _publish(self, row: Row) -> None:
-        """The parameters that stay on the device will have other values."""
+        """Prepare the upload of new values of parameters that stay on the device."""
         work = self._work.units[row.index]
         if work.publish_s or work.regather_s:
             self._unsent_s[row] = work.publish_s

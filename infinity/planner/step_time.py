@@ -75,7 +75,7 @@ class StepTime:
 
     @property
     def break_even_tokens(self) -> float | None:
-        """The tokens a step from which on computation hides all else, if more of them cost computation alone."""
+        """Tokens a step from which computation hides everything else, if more tokens only add computation."""
         if not self.parts["compute"]:
             return None
         fixed = max(self.parts["disk"], self.parts["link"])

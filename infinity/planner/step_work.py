@@ -20,9 +20,9 @@ from infinity.schedule.needs import cut_into_tiles
 from infinity.tiers import Memory
 from infinity.zero.updates import UpdateSchedule
 
-_MOST_TILES = 400  # that are simulated separately
+_MOST_TILES = 400  # tiles that are simulated separately
 _LEAST_SLOTS = 4
-_ASIDE_RATE = 0.75  # of an update that fills the undo log, relative to one in place
+_ASIDE_RATE = 0.75  # rate of an update that fills the undo log, relative to one without it
 _DRIVES = (Memory.NVME, Memory.FILE)
 
 

@@ -1,4 +1,4 @@
-"""Rates of what ranks exchange: all-gathers and reduce-scatters of a shard."""
+"""Rates of collectives: all-gather and reduce-scatter of a shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUNDS = 5
 
 
 def collective_rates(ranks: Ranks, device: torch.device) -> dict[str, Any] | None:
-    """The profile's `ranks`; None for one rank. All ranks call it."""
+    """Return the profile's `ranks`; None for one rank. All ranks must call it."""
     if ranks.size == 1:
         return None
     numel = _SHARD_BYTES // 4

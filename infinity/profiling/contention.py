@@ -1,8 +1,8 @@
-"""What the parts of a machine leave one another: matrix products, the optimizer and the drives, two or three at a time.
+"""Measures how much matrix products, the optimizer and the drives slow one another down when two or three run at once.
 
-They share cores, caches and memory. How much that costs is known of no machine before it is measured: on one, a drive
-that moves its most takes a core of every four, on another none. Products are measured with few rows and with many: with
-few they take as long as it takes to read the weights, and whoever uses the memory, too, holds them up.
+They share cores, caches and memory. The cost differs between machines and must be measured: on one machine, a drive at
+its full rate takes one core of four, on another none. Products are measured with few rows and with many: with few rows
+their time is the time to read the weights, so that other users of the memory slow them down.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from infinity.zero.ranks import Ranks
 
 _ROUNDS = 2
 _ROWS = (16, 256)
-_WIDTH, _LAYERS = 1024, 24  # whose weights no cache has
+_WIDTH, _LAYERS = 1024, 24  # the weights are larger than any cache
 _PAGE_BYTES = 4096
-_MOST_TIMES = 20  # so much longer a measurement may take where a part has not come to one step
+_MOST_TIMES = 20  # a measurement may take so many times its length, until each part has done one step
 COMPUTE, OPTIMIZER, DISK = "compute", "optimizer", "disk"
-RUNS_OF_DRIVES = _ROUNDS * (2 + 2 * len(_ROWS))  # alone, beside the optimizer, and beside products without it and with
+RUNS_OF_DRIVES = _ROUNDS * (2 + 2 * len(_ROWS))  # alone, with the optimizer; with products, with both
 
 Found = list[dict[str, Any]]
-Move = Callable[[float], float]  # so many seconds of reads and writes; returns bytes a second
-_Beside = tuple[str, tuple[str, ...], int | None]  # a part, who works at the same time, rows of the products
+Move = Callable[[float], float]  # reads and writes for so many seconds; returns bytes per second
+_Beside = tuple[str, tuple[str, ...], int | None]  # a part, the parts that run at the same time, rows of the products
 
 
 def contention(numel: int, move: Move | None, seconds: float, *, computes_here: bool) -> Found:
-    """The profile's `contention`.
+    """Return the profile's `contention`.
 
     Args:
-        numel: parameters of a step of the optimizer.
-        move: has the drives read and write; None without drives.
-        seconds: of one measurement.
-        computes_here: the compute device is the CPU.
+        numel: parameters that one step of the optimizer updates.
+        move: makes the drives read and write; None without drives.
+        seconds: length of one measurement.
+        computes_here: whether the compute device is the CPU.
     """
     with busy_optimizer(numel) as optimizer:
         products = {rows: _products(rows) for rows in _ROWS} if computes_here else {}
@@ -59,23 +59,23 @@ def contention(numel: int, move: Move | None, seconds: float, *, computes_here: 
                     own = part, rows if part == COMPUTE else None
                     if len(together) == 1:
                         alone[own] = rate
-                    elif rate and alone[own]:  # never 0, of which no plan could be made
+                    elif rate and alone[own]:  # the planner divides by the share, so it must not be 0
                         others = tuple(other for other in together if other != part)
                         shares[part, others, rows].append(rate / alone[own])
     return _entries(shares)
 
 
 def _sets(parts: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int | None]]:
-    """Who works at the same time, and with how many rows products do if they are among them: each part alone first."""
+    """Yield the parts that run at the same time, and the rows of the products, if any. Each part alone comes first."""
     for size in range(1, len(parts) + 1):
         for together in combinations(parts, size):
             yield from ((together, rows) for rows in (_ROWS if COMPUTE in together else (None,)))
 
 
 def contention_of_ranks(ranks: Ranks, numel: int, seconds: float, *, computes_here: bool) -> Found:
-    """As `contention`, without drives, where all ranks of a machine work at once: what they leave one another is in it.
+    """Return `contention` without drives, measured while all ranks of the machine run at once, averaged over ranks.
 
-    All ranks call it, and get what it is on average.
+    It includes the contention between ranks. All ranks must call it.
     """
     ranks.barrier()
     found = contention(numel, None, seconds, computes_here=computes_here)
@@ -93,14 +93,14 @@ def _entries(shares: Mapping[_Beside, list[float]]) -> Found:
 
 
 def with_those_of_ranks(found: Found, of_ranks: Found) -> Found:
-    """What was measured on all ranks at once takes the place of what has it in it and was measured on one."""
+    """Replace entries of `found` that contain a pair of parts of `of_ranks`, which all ranks measured at once."""
     pairs = [{entry["part"], *entry["beside"]} for entry in of_ranks]
     others = [entry for entry in found if not any(pair <= {entry["part"], *entry["beside"]} for pair in pairs)]
     return others + of_ranks
 
 
 def _together(parts: Sequence[str], threads: Mapping[str, Busy], move: Move | None, seconds: float) -> dict[str, float]:
-    """Rates of these parts at once, each in its own measure."""
+    """Return the rate of each of these parts while all of them run, each in its own unit."""
     busy = {part: threads[part] for part in parts if part in threads}
     with ExitStack() as stack:
         for thread in busy.values():
@@ -113,21 +113,21 @@ def _together(parts: Sequence[str], threads: Mapping[str, Busy], move: Move | No
             time.sleep(seconds)
         late = start + _MOST_TIMES * seconds
         while not all(thread.steps for thread in busy.values()) and time.perf_counter() < late:
-            time.sleep(seconds)  # a machine that others use has not come to one step yet
+            time.sleep(seconds)  # on a busy machine, a part may not have done one step yet
         elapsed = time.perf_counter() - start
         found.update((part, thread.steps * thread.amount / elapsed) for part, thread in busy.items())
     return found
 
 
 class Busy:
-    """Something that is done again and again without a pause, in a thread of its own, until it is stopped.
+    """Repeats a step without pause, in a thread of its own.
 
     Attributes:
-        amount: of one step.
-        steps: that ended since it was last begun.
+        amount: the work of one step.
+        steps: steps that have ended since `working` was last entered.
 
     Args:
-        step: of it; told how many came before.
+        step: does one step; its argument is the number of the call, from 1.
     """
 
     def __init__(self, step: Callable[[int], object], amount: int) -> None:
@@ -139,7 +139,7 @@ class Busy:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Steps follow one another while the body runs."""
+        """Repeat the step while the body of the context runs."""
         self._stopped.clear()
         self.steps = 0
         thread = threading.Thread(target=self._work, name="infinity-busy", daemon=True)
@@ -158,7 +158,7 @@ class Busy:
 
 
 def _products(rows: int) -> Busy:
-    """Those of a model's layers, forward and backward."""
+    """Return the matrix products of a model's linear layers, forward and backward."""
     inward, outward = torch.ones(rows, _WIDTH), torch.ones(rows, _WIDTH)
     layers = [torch.ones(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
 
@@ -173,7 +173,7 @@ def _products(rows: int) -> Busy:
 
 @contextmanager
 def busy_optimizer(numel: int) -> Iterator[Busy]:
-    """AdamW in format `split` over so many parameters, again and again."""
+    """Provide repeated AdamW updates of `numel` parameters in format `split`."""
     layout = state_layout("split")
     param_bytes, state_bytes = numel * layout.param_dtype.itemsize, layout.tile_bytes(numel)
     with (

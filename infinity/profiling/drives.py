@@ -1,4 +1,4 @@
-"""Rates of the drives: each alone, all at once, and beside what else works."""
+"""Rates of the drives: each alone, all at once, and while the optimizer and matrix products run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from infinity.memory.filled import random_memory
 from infinity.profiling.contention import RUNS_OF_DRIVES, contention
 
 OPERATIONS = ("read", "write", "mixed")
-MOST_PASSES = 4  # over its file, of one measurement: what it may write
-_PASSES_BESIDE = 2  # of one beside others, of which there are more
+MOST_PASSES = 4  # over its file in one measurement, which limits what it writes
+_PASSES_BESIDE = 2  # the same for measurements of contention, which are more
 _BESIDE_S = 0.5
 Rates = dict[str, Any]
 
 
 def written_bytes(paths: int, size_bytes: int) -> int:
-    """Most that `drive_rates` writes: each file, then writes and mixed, alone, together and beside others."""
+    """Return the most bytes that `drive_rates` writes: to fill the files, and in "write", "mixed" and contention."""
     per_path = size_bytes + MOST_PASSES * (size_bytes + size_bytes // 2)
     together = MOST_PASSES * (size_bytes + size_bytes // 2) if paths > 1 else 0
     beside = RUNS_OF_DRIVES * (_PASSES_BESIDE * size_bytes // 2)
@@ -40,13 +40,13 @@ def drive_rates(
     *,
     computes_here: bool = True,
 ) -> Rates:
-    """The profile's `drives`, `drives_together` and `contention`.
+    """Return the profile's `drives`, `drives_together` and `contention`.
 
     Args:
-        size_bytes: of the file on each path.
-        seconds: of one measurement, or less: none goes over its file more than a few times.
-        optimizer_numel: parameters of the optimizer that works beside.
-        computes_here: the compute device is the CPU, whose products then work beside, too.
+        size_bytes: size of the file on each path.
+        seconds: length of one measurement. It ends earlier after `MOST_PASSES` passes over its file.
+        optimizer_numel: parameters of the optimizer in the measurements of contention.
+        computes_here: whether the compute device is the CPU. If so, contention includes matrix products.
 
     Raises:
         StorageError: a path cannot be used, or a file would fill its drive.
@@ -104,13 +104,13 @@ def _alone(file: Path, session: BenchSession, seconds: float, progress: Callable
 def _together(
     sessions: Sequence[BenchSession], operation: str, size_bytes: int, drives: Sequence[Rates], seconds: float
 ) -> float:
-    """All at once, for about as long as the fastest goes over its file no more often than it may."""
+    """Return the rate of all drives at once, measured for as long as the fastest may pass over its file."""
     fastest = max(float(drive[f"{operation}_bytes_per_s"]) for drive in drives)
     return _total(run_together(sessions, operation, min(seconds, MOST_PASSES * size_bytes / fastest), MOST_PASSES))
 
 
 def _move(sessions: Sequence[BenchSession], seconds: float) -> float:
-    """Reads and writes at once, on all drives."""
+    """Read and write at once on all drives, and return their rate."""
     return _total(run_together(sessions, "mixed", seconds, _PASSES_BESIDE))
 
 

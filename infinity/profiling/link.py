@@ -17,7 +17,7 @@ _LOOK_EVERY_S = 1e-4
 
 
 def link_rates(device: torch.device, copy_bytes: int = _COPY_BYTES) -> dict[str, Any]:
-    """The profile's `link`, of copies between the device and page-locked memory."""
+    """Return the profile's `link`: rates of copies between the device and page-locked memory."""
     arena = Arena(2 * copy_bytes, pin=device)
     with arena.lease(copy_bytes) as source, arena.lease(copy_bytes) as target:
         rates = _rates(device, source.tensor(torch.uint8), target.tensor(torch.uint8))
@@ -38,7 +38,7 @@ def _rates(device: torch.device, source: torch.Tensor, target: torch.Tensor) -> 
         return link.download(target, there)
 
     for start in (upload, download):
-        start().result()  # the first sets things up
+        start().result()  # the first copy includes one-time setup
     to_device, to_host = _seconds([upload])[0], _seconds([download])[0]
     both = _seconds([upload, download])
     moved = _ROUNDS * source.numel()
@@ -51,11 +51,11 @@ def _rates(device: torch.device, source: torch.Tensor, target: torch.Tensor) -> 
 
 
 def _seconds(starts: Sequence[Callable[[], Transfer]]) -> list[float]:
-    """Until the copies of each kind are over, if all kinds are started in turn."""
+    """Start copies of all kinds in turn, and return the seconds until those of each kind have ended."""
     begin_s = time.perf_counter()
     tokens = [[start() for start in starts] for _ in range(_ROUNDS)]
     ends_s: dict[int, float] = {}
-    while len(ends_s) < len(starts):  # looked at rather than waited for: the second may be over before the first
+    while len(ends_s) < len(starts):  # poll instead of blocking: the second kind may end before the first
         for kind, last in enumerate(tokens[-1]):
             if kind not in ends_s and last.done():
                 last.result()

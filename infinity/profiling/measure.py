@@ -1,4 +1,4 @@
-"""One profile from beginning to end: what is measured, in which order, and how far it is."""
+"""Measures a profile: what is measured, in which order, and its progress."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class ProfileJob:
     """What to measure.
 
     Attributes:
-        paths: directories on drives; none leaves drives out.
-        size_bytes: of the file on each.
-        seconds: of one measurement of a drive.
-        params: most parameters of the optimizer that is timed.
+        paths: directories on drives; if empty, drives are not measured.
+        size_bytes: size of the file on each drive.
+        seconds: length of one measurement of a drive.
+        params: the most parameters of the optimizer that is timed; fewer if memory is short.
     """
 
     paths: tuple[Path, ...]
@@ -54,19 +54,19 @@ class ProfileJob:
 
 
 def planned_write_bytes(job: ProfileJob) -> int:
-    """Most that a profile writes to the drives together."""
+    """Return the most bytes that a profile writes, on all drives together."""
     return written_bytes(len(job.paths), job.size_bytes)
 
 
 def run_profile(job: ProfileJob, ranks: Ranks, progress: Progress) -> dict[str, Any]:
-    """Measure everything; every rank calls it, and gets the profile of the machine of rank 0.
+    """Measure the machine of rank 0, and return its profile on every rank. All ranks must call it.
 
     Args:
-        progress: told what was done, and how much of everything that is, 0 to 1.
+        progress: called with what was just measured, and the share of all measurements that are done, 0 to 1.
 
     Raises:
         StorageError: a path cannot be used, or a file would fill its drive.
-        CapacityError: there is too little memory to measure in.
+        CapacityError: too little memory is free.
     """
     begin_s, taken_at_s = time.perf_counter(), time.time()
     device = accelerator()
@@ -81,7 +81,7 @@ def run_profile(job: ProfileJob, ranks: Ranks, progress: Progress) -> dict[str, 
 
 def _machine(job: ProfileJob, device: torch.device | None, progress: Progress) -> dict[str, Any]:
     for path in job.paths:
-        check_space(path, job.size_bytes)  # before seconds of other measurements
+        check_space(path, job.size_bytes)  # fail before the long measurements
     counts = thread_counts(kernels.thread_count())
     params = _params(job.params)
     steps = len(job.paths) * (1 + len(OPERATIONS)) + (len(OPERATIONS) if len(job.paths) > 1 else 0)
@@ -119,12 +119,12 @@ def _machine(job: ProfileJob, device: torch.device | None, progress: Progress) -
 
 
 def _params(most: int) -> int:
-    """As many as a quarter of the free memory holds."""
+    """Return how many parameters fit into a quarter of the free memory, at most `most`."""
     free = available_memory_bytes()
     params = min(most, free // 4 // _BYTES_PER_PARAM)
     if params < min(most, _LEAST_PARAMS):
         raise CapacityError(
-            "too little memory is free to measure in: it takes "
+            "too little memory is free for the measurement: it needs "
             f"{format_size(4 * _LEAST_PARAMS * _BYTES_PER_PARAM)}, and {format_size(free)} are free"
         )
     return params // 2048 * 2048

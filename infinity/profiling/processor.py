@@ -22,13 +22,13 @@ Rates = dict[str, Any]
 
 
 def thread_counts(most: int) -> list[int]:
-    """One, all, and the powers of two between."""
+    """Return the numbers of threads to measure: 1, `most`, and the powers of two between."""
     return [*(1 << power for power in range((most - 1).bit_length())), most]
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many for the optimizer's kernels and for torch inside; as before outside."""
+    """Set the number of threads of the optimizer's kernels and of torch in this context."""
     before = kernels.thread_count(), torch.get_num_threads()
     kernels.set_threads(count)
     torch.set_num_threads(count)
@@ -40,7 +40,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def optimizer_rates(numel: int, counts: list[int], progress: Callable[[str], None]) -> tuple[list[Rates], list[Rates]]:
-    """AdamW over `numel` parameters in every state format, and passes over memory, for several numbers of threads.
+    """Measure AdamW on `numel` parameters in every state format, and memory bandwidth, for several numbers of threads.
 
     Returns:
         The profile's `optimizer` and `memory`.
@@ -77,7 +77,7 @@ def _triad_bytes_per_s(numel: int) -> float:
 
 
 def _fresh_bytes_per_s() -> float:
-    """Of memory that the system has yet to make ready, beside what it takes to fill it once it is there."""
+    """Return the rate at which the system provides new memory: the first fill takes so much longer than the second."""
     seconds = []
     for _ in range(_ROUNDS):
         made = torch.empty(2 * FRESH_BYTES, dtype=torch.uint8)
@@ -88,20 +88,20 @@ def _fresh_bytes_per_s() -> float:
 
 
 def timed(body: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     start_s = time.perf_counter()
     body()
     return time.perf_counter() - start_s
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what a device computes."""
+    """Block until the device has computed all that was submitted."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def matmul_rates(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[Rates]:
-    """Square products in each dtype, as large as take a tenth of a second, which some processors reach early."""
+    """Return the rates of square products in each dtype. Their size doubles as long as a product takes below 0.2 s."""
     return [_matmul_rate(device, dtype) for dtype in dtypes]
 
 

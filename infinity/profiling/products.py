@@ -1,8 +1,8 @@
-"""Rates of the matrix products that training consists of: those of linear layers by how their operands lie, attention.
+"""Rates of the matrix products of a training: attention, and linear layers with each layout of their operands.
 
-On processors without 16-bit arithmetic of their own these differ by a factor of twenty, and all of them from a square
-product: a library has a fast kernel for some and a plain loop for the others. Weights are others every time, as those
-of a model are, since with few rows a product takes as long as it takes to read them.
+On processors without 16-bit arithmetic the rates of the layouts differ by a factor of twenty, and from the rate of a
+square product: libraries have a fast kernel for some layouts and a plain loop for others. Each call uses other weights,
+as in a model: with few rows, the time of a product is the time to read the weights, which must not be in a cache.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from infinity.profiling.processor import synchronize, timed
 _LAYOUTS = ("nn", "nt", "tn")
 _ROWS = (4, 16, 64, 256, 1024)
 _WIDTH, _DEVICE_WIDTH = 1024, 4096
-_WEIGHTS_BYTES = 64 << 20  # that no cache holds
+_WEIGHTS_BYTES = 64 << 20  # larger than any cache
 _HEADS, _TOKENS, _HEAD_WIDTH = 16, 512, 64
 _ATTENTION_FLOPS = (2 + 5) * 2 * _HEADS * _TOKENS**2 * _HEAD_WIDTH  # two products forward, five backward
 _ROUNDS = 3
-_LEAST_S = 0.02  # of all rounds: on a busy machine a few short ones say nothing
-_LONG_S = 0.05  # larger products than one that takes so long are not tried: they have its rate
-_SMALL = 16  # elements of a row, of operations that take no time but their own
+_LEAST_S = 0.02  # of all rounds together: on a busy machine, the median of a few short rounds varies too much
+_LONG_S = 0.05  # if a product takes longer, larger ones are not measured: they have the same rate
+_SMALL = 16  # elements of a row: so few that an operation's overhead is all of its time
 _SMALL_BLOCKS = 8
 Rates = dict[str, Any]
 
 
 def product_rates(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[Rates]:
-    """The profile's `products` of one device."""
+    """Return the profile's `products` of one device."""
     rates = []
     for dtype in dtypes:
         for layout in _LAYOUTS:
@@ -44,8 +44,8 @@ def product_rates(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list
 
 
 def operation_cost(device: torch.device) -> Rates:
-    """The profile's entry of `operations` of one device: what one costs beside what it computes, in Python, in autograd
-    and in torch; on average over the forward and the backward pass of modules."""
+    """Return the profile's entry of `operations` of one device: the overhead of an operation in Python, autograd and
+    torch, on average over the forward and backward pass of small modules."""
     model = nn.Sequential(*(_small_block() for _ in range(_SMALL_BLOCKS))).to(device)
     rows = torch.ones(1, _SMALL, device=device)
 
@@ -63,7 +63,7 @@ def _small_block() -> nn.Module:
 
 
 class _Count(TorchDispatchMode):
-    """Counts operations that compute something."""
+    """Counts operations that compute: all except views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ def _layer_rates(device: torch.device, dtype: torch.dtype, layout: str) -> list[
     width = _WIDTH if device.type == "cpu" else _DEVICE_WIDTH
     rates = []
     for rows in _ROWS:
-        # The gradient of weights, "tn", sums over the rows; the others have them in their result.
+        # "tn", the gradient of the weights, sums over the rows; the other products have as many rows in their result.
         height, inner = (width, rows) if layout == "tn" else (rows, width)
         first = _matrix(height, inner, device, dtype, transposed=layout[0] == "t")
         count = 1 if layout == "tn" else -(-_WEIGHTS_BYTES // (width**2 * dtype.itemsize))
@@ -113,7 +113,7 @@ def _entry(device: torch.device, dtype: torch.dtype, layout: str, rows: int, rat
 
 
 def _median_s(device: torch.device, body: Callable[[], object]) -> float:
-    """Fewer rounds of what takes long."""
+    """Return the median seconds of `body`, with fewer rounds if it takes long."""
 
     def finished() -> None:
         body()

@@ -15,13 +15,13 @@
      "ranks": {"count", "on_this_machine", "backend", "shard_bytes",
                "all_gather_bytes_per_s", "reduce_scatter_bytes_per_s"}; null for one process}
 
-What was not measured is null. A rate is that of a median or of one long run. Drives read and write at once in
-`mixed`, whose rate is the sum of both. Contention is the share of its own speed that a part has left beside one or more
-others: "compute" where that is the CPU's, with products of so many `rows`, "optimizer", and "disk" in `mixed`. A
-collective's rate is that of the bytes that a rank receives (all-gather) or sends (reduce-scatter): (count - 1) shards.
-Products are those of a linear layer of so many rows, by how their operands lie: "nn", "nt" (the second is transposed),
-"tn" (the first is); and "attention", forward and backward. Fresh memory is what the system has yet to make ready. An
-operation of a model's forward or backward pass costs `operation_s` beside what it computes.
+What was not measured is null. A rate is that of a median or of one long run. In `mixed`, drives read and write at once,
+and the rate is the sum of both. `contention` gives the share of its rate that a part keeps while the parts in `beside`
+run: "compute", which is products of `rows` rows on the CPU; "optimizer"; and "disk" in `mixed`. The rate of a
+collective counts the bytes that a rank receives (all-gather) or sends (reduce-scatter): (count - 1) shards. `products`
+are those of a linear layer with `rows` rows, by the layout of the operands: "nn", "nt" (the second is transposed), "tn"
+(the first is); and "attention", forward and backward. `fresh` is the rate at which the system provides new memory.
+`operation_s` is the overhead of an operation in the forward or backward pass of a model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PARTS = (
 
 
 def new_record(infinity_version: str, taken_at_s: float, took_s: float, parts: dict[str, Any]) -> dict[str, Any]:
-    """A profile of these parts; the missing ones are null."""
+    """Return a profile of these parts. Missing parts are null."""
     head = {
         "format": _FORMAT,
         "version": PROFILE_VERSION,
@@ -66,10 +66,10 @@ def new_record(infinity_version: str, taken_at_s: float, took_s: float, parts: d
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """A profile that `infinity profile --output` wrote.
+    """Read a profile that `infinity profile --output` wrote.
 
     Raises:
-        ConfigError: it is none, or of a version that this infinity does not know.
+        ConfigError: the file is no profile, or has a version that this infinity does not know.
     """
     try:
         text = read_text(path)
@@ -81,19 +81,19 @@ def read_profile(path: Path) -> dict[str, Any]:
     version = found.get("version")
     if version != PROFILE_VERSION:
         raise ConfigError(
-            f"profile {path} has version {version}, and this infinity reads {PROFILE_VERSION}: take it anew"
+            f"profile {path} has version {version}, and this infinity reads {PROFILE_VERSION}: measure it again"
         )
     missing = [name for name in _PARTS if name not in found]
     if missing:
-        raise ConfigError(f"profile {path} lacks {', '.join(missing)}: take it anew")
+        raise ConfigError(f"profile {path} lacks {', '.join(missing)}: measure it again")
     try:
         parsed(_Profile, text)
     except ValueError as error:
-        raise ConfigError(f"profile {path} is damaged: {error}: take it anew") from error
+        raise ConfigError(f"profile {path} is damaged: {error}: measure it again") from error
     return found
 
 
-# What it may hold, see [Note: typed records] #
+# Schema of a profile, see [Note: typed records] #
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _Product:
     device: str
     dtype: str
     layout: str
-    rows: Count  # none of attention
+    rows: Count  # 0 for attention
     flop_per_s: Rate
 
 
@@ -157,7 +157,7 @@ class _Ranks:
 
 @dataclass(frozen=True)
 class _Profile:
-    """What of a profile is planned with."""
+    """The parts that the planner reads."""
 
     drives: list[_Drives] | None
     drives_together: _Drives | None

@@ -1,1 +1,1 @@
-"""The scheduler in virtual time, under hostile orders of completions, failures and crashes; see docs/simulation.md."""
+"""Runs the scheduler in virtual time with hostile completion orders, failures and crashes; see docs/simulation.md."""

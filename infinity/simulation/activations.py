@@ -1,7 +1,7 @@
-"""Saved activations: the engine's own store over a link and a drive that carry one number for each tensor.
+"""Saved activations: the engine's own store, on a simulated link and drive that move one number for each tensor.
 
-The number is the first element of the tensor, and lies in the memory that the store has leased for it: memory that is
-given back too early has another number by the time of its use.
+The number is the first element of the tensor, in the memory that the store has leased for it. If this memory is
+released too early, it contains another number when the tensor is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infinity.tiers.activations import ActivationStore, _Entry, _Packed
 from infinity.tiers.copies import Memory
 from infinity.tiers.striping import Piece
 
-SAVED_BYTES = 32 << 10  # of a tensor of size 1; the store leaves smaller ones where they are
+SAVED_BYTES = 32 << 10  # bytes of a tensor of size 1; the store does not offload smaller tensors
 _TORN = -1.0
 _DRIVE_BYTES = 1 << 40
 
@@ -39,9 +39,9 @@ class _Copy(Transfer):
     """A copy over the link.
 
     Attributes:
-        ordered: later computation runs behind it.
-        target: of an upload.
-        expected: the number that a module computes on, once it is asked for.
+        ordered: whether later computation waits for it.
+        target: the target of an upload.
+        expected: the number that a module expects in the target, once it uses it.
     """
 
     ordered = False
@@ -50,7 +50,7 @@ class _Copy(Transfer):
 
 
 class _Carrier:
-    """Starts operations that carry numbers between addresses."""
+    """Starts operations that copy numbers between addresses."""
 
     closed = False
 
@@ -62,7 +62,7 @@ class _Carrier:
 
         def arrive(copy: Operation) -> None:
             if self.closed:
-                violate("race", f"a {kind} goes on after the end")
+                violate("race", f"a {kind} continues after the end")
             if source() != number:
                 violate("race", f"a saved tensor changes during its {kind}")
             end(_TORN if copy.failed else number)
@@ -75,7 +75,7 @@ class _Link(Link, _Carrier):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
-        self.uploads: list[_Copy] = []  # that are under way
+        self.uploads: list[_Copy] = []  # uploads in flight
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: object = None) -> _Copy:
         here, there = _number(source.data_ptr()), ref(target)
@@ -86,7 +86,7 @@ class _Link(Link, _Carrier):
             if (tensor := there()) is not None:
                 tensor[0] = number
             elif not copy.ordered:
-                violate("race", "a tensor is given back while it is uploaded")
+                violate("race", "a tensor is released while it is uploaded")
             if copy.expected not in (None, number):
                 violate("newest", f"saved tensor {copy.expected} has the values of {number}")
 
@@ -108,19 +108,19 @@ class _Link(Link, _Carrier):
         token.ordered = True
 
     def check_used(self, tensor: torch.Tensor, number: float) -> None:
-        """A module computes on the tensor, behind its upload."""
+        """Check that a module that uses the tensor, after its upload, finds the right number."""
         copy = next((each for each in self.uploads if each.target() is tensor), None)
         if copy is None:
             if float(tensor[0]) != number:
                 violate("newest", f"saved tensor {number} has the values of {float(tensor[0])}")
         elif not copy.ordered:
-            violate("race", f"saved tensor {number} is computed on while it is uploaded")
+            violate("race", f"saved tensor {number} is used while it is uploaded")
         else:
             copy.expected = number
 
 
 class _Drive(_Carrier):
-    """What the engine's `ActivationFiles` does."""
+    """Replaces the engine's `ActivationFiles`."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
@@ -161,13 +161,13 @@ class _Drive(_Carrier):
 
 
 class _Store(ActivationStore):
-    """The engine's, which checks its choice of what leaves memory."""
+    """The engine's store, with a check of which tensor leaves memory first."""
 
     def _leave_arena(self, entry: _Entry) -> None:
         failed = sys.exc_info()[0] is not None
         for other in takewhile(lambda other: other is not entry, () if failed else self._here):
             if other.is_newest(Memory.HOST) and other.is_newest(Memory.NVME) and not other.moves():
-                violate("order", "a saved tensor leaves memory that is needed before one that stays")
+                violate("order", "a saved tensor leaves memory although another one is needed later")
         super()._leave_arena(entry)
 
 
@@ -176,7 +176,7 @@ class Activations:
 
     Args:
         memory: size of the store's memory, in tensors of size 1; 0 if nothing is offloaded.
-        on_drive: what has no room there goes to a drive; else it stays on the device.
+        on_drive: whether tensors that do not fit go to a drive; otherwise they stay on the device.
     """
 
     def __init__(self, clock: Clock, memory: int, *, on_drive: bool) -> None:
@@ -184,7 +184,7 @@ class Activations:
         counters: Any = SimpleNamespace(moved=lambda *_, **__: None, stalled=lambda _: nullcontext())
         files = cast(Any, self._drive) if on_drive else None
         self.store = _Store(self._link, memory * SAVED_BYTES, files, (), counters) if memory else None
-        self._held: dict[Hashable, list[tuple[_Packed, float]]] = {}  # by autograd
+        self._held: dict[Hashable, list[tuple[_Packed, float]]] = {}  # tensors that autograd holds, by use
         self._count = self._saved_before = 0
         self._last: _Entry | None = None
 
@@ -193,7 +193,7 @@ class Activations:
             self.store.take_turn(round_index, micro_batch)
 
     def save(self, use: Hashable, sizes: Iterable[int]) -> None:
-        """Autograd saves tensors of these sizes for the backward of a use."""
+        """Save tensors of these sizes for the backward of a use, as autograd does."""
         if self.store is None:
             return
         held = self._held.setdefault(use, [])
@@ -205,11 +205,11 @@ class Activations:
         self.check()
 
     def begin_uses(self) -> None:
-        """From now on backward uses all that is saved, in the order that the store expects."""
+        """Begin backward: from now on, all saved tensors are used in the order that the store expects."""
         self._saved_before, self._last = self._count, None
 
     def use(self, use: Hashable) -> None:
-        """Backward of the use asks for its tensors, the last one first, and frees them."""
+        """Unpack and free the tensors of a use, the last one first, as its backward does."""
         held = self._held.pop(use, [])
         while held and self.store is not None:
             packed, number = held.pop()
@@ -221,11 +221,11 @@ class Activations:
             self.check()
 
     def forget(self) -> None:
-        """The graph is freed."""
+        """Drop all tensors, as if the graph were freed."""
         self._held.clear()
 
     def check(self) -> None:
-        """Memory and drive have the tensors that autograd holds, and those on their way."""
+        """Check that memory and drive hold exactly the tensors that autograd holds and those in flight."""
         store = self.store
         if store is None:
             return
@@ -242,12 +242,12 @@ class Activations:
             violate("ledger", f"{ahead_bytes} bytes are uploaded ahead, {store._ahead_bytes} counted")
 
     def check_over(self) -> None:
-        """Backward is over, and has used all that forward had saved."""
+        """Check after backward that it has used all saved tensors."""
         if self._held or (self.store is not None and self.store.count):
             violate("closed", f"tensors saved for {list(self._held)} are left after backward")
 
     def close(self) -> None:
-        """Give everything back; what autograd still holds is gone."""
+        """Release all memory, including that of tensors that autograd still holds."""
         if self.store is not None:
             self.store.close()
         self._link.closed = True

@@ -1,4 +1,4 @@
-"""Virtual time: operations that end late, together, at once, in any order, or with an error."""
+"""Virtual time, in which operations end late, together, at once, in any order, or with an error."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Tempo:
     """How long operations take.
 
     Attributes:
-        at_once: the share that has ended when somebody looks next.
-        longest: ticks of the longest; a tick is one thing that the compute thread does.
-        together: operations end at multiples of this many ticks.
+        at_once: share of the operations that have ended at the next poll.
+        longest: ticks of the longest operation; a tick is one action of the compute thread.
+        together: operations end at multiples of this number of ticks.
     """
 
     at_once: float = 0.0
@@ -35,13 +35,13 @@ class Tempo:
 
     @classmethod
     def drawn(cls, random: Random) -> Tempo:
-        """At once, late or never, one by one or together."""
+        """Draw a tempo: operations end at once, late or never, one by one or together."""
         longest = random.choice((0, 3, 20, 200, 10**6))
         return cls(random.choice((0.0, 0.3, 0.9)), longest, random.choice((1, 1, 16)))
 
 
 class Operation:
-    """Bytes on their way, or an update of a tile."""
+    """A transfer in flight, or an update of a tile."""
 
     __slots__ = ("done", "end", "failed", "kind", "then", "unit")
 
@@ -55,23 +55,23 @@ class Operation:
 
     @property
     def error(self) -> StorageError:
-        """What goes wrong if it fails."""
+        """The error that it raises if it fails."""
         return StorageError(5, f"the {self.kind} of unit {self.unit} fails", "drive", 0)
 
     def check(self) -> None:
-        """Raise what went wrong."""
+        """Raise its error if it has failed."""
         if self.failed:
             raise self.error
 
 
 class Clock:
-    """What is under way on one rank.
+    """The operations in flight on one rank.
 
     Attributes:
-        trace: told of what ends, if anybody looks.
+        trace: called with a line of text for each operation that ends; or None.
         faults: kinds of operations of which the next one fails.
-        crash_at: when the process dies.
-        interrupt_at: when the user interrupts the compute thread; None if that does not happen.
+        crash_at: tick at which the process dies.
+        interrupt_at: tick at which the user interrupts the compute thread; None for no interrupt.
     """
 
     def __init__(self, random: Random, tempo: Tempo, trace: Callable[[str], None] | None = None) -> None:
@@ -80,7 +80,7 @@ class Clock:
         self.faults: list[str] = []
         self.crash_at = -1
         self.interrupt_at: int | None = None
-        self._ending = 0  # what ends operations, the worker too, is no part of the compute thread
+        self._ending = 0  # above 0 while an operation ends: this code, such as the worker's, cannot be interrupted
         self.ended = 0
         self._tempo = tempo
         self._random = random.random
@@ -94,7 +94,7 @@ class Clock:
     def start(
         self, kind: str, unit: int, end: Callable[[Operation], None] | None = None, tiles: Sequence[int] = ()
     ) -> Operation:
-        """Start an operation. At its end, `end` is called with it, also if it has failed.
+        """Start an operation. At its end, `end` is called with it, even if it has failed.
 
         Args:
             unit: number of the unit, or of the extent if the operation moves an extent; -1 for neither.
@@ -113,7 +113,7 @@ class Clock:
         return operation
 
     def tick(self) -> None:
-        """The compute thread does something: what is due by now has ended."""
+        """Advance by one action of the compute thread, and end the operations that are due."""
         self.now += 1
         if self.now == self.crash_at:
             raise Crash
@@ -127,7 +127,7 @@ class Clock:
             raise Interrupted
 
     def wait(self, operation: Operation) -> None:
-        """Wait until an operation has ended, well or not."""
+        """Wait until an operation has ended or failed."""
         while not operation.done:
             self.wait_for_next()
 
@@ -137,9 +137,9 @@ class Clock:
             self.wait_for_next()
 
     def wait_for_next(self) -> None:
-        """Somebody waits for something: the next operation ends."""
+        """Advance to the end of the next operation, because a thread waits."""
         if not self._under_way:
-            violate("progress", "somebody waits, and nothing is under way")
+            violate("progress", "a thread waits, but no operation is in flight")
         if self.now < self.crash_at <= self._under_way[0][0]:
             raise Crash
         self._may_interrupt(self._under_way[0][0])

@@ -1,4 +1,4 @@
-"""Host memory and a drive that hold one value for each lease and each extent, in the place of bytes."""
+"""Simulated host memory and drive, with one value for each lease and each extent instead of bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from infinity.tiers.slots import Extent, Part, SlotExtent, Slots
 
 
 class Memory:
-    """A lease, and its own tensor.
+    """A lease, which is also its tensor.
 
     Attributes:
-        value: the version of states, or what has been added to gradients; TORN while a read fills it.
+        value: the version of states, or the step and count of gradients; TORN while a read fills it.
     """
 
     value: Any = 0
@@ -35,10 +35,10 @@ class Memory:
 
 
 class Drive:
-    """What the engine's `SwapSpace` does.
+    """Replaces the engine's `SwapSpace`.
 
     Args:
-        read, write: the kinds of its operations.
+        read, write: names of its kinds of operations.
         units: the unit of each extent, in the order in which extents are reserved. If empty, operations carry the
             number of the extent instead.
     """
@@ -77,7 +77,7 @@ class Drive:
 
         def end(read: Operation) -> None:
             if self._values[at] == TORN:
-                violate("race", f"a {self._read} reads what is being written")
+                violate("race", f"a {self._read} reads a place that is being written")
             memory.value = TORN if read.failed else self._values[at]
 
         return Transfer(self._clock, self._clock.start(self._read, self._unit(at), end))

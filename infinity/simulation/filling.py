@@ -1,6 +1,6 @@
-"""Optimizer states that come to the device in the middle of a training: the engine's own `Filling` over counted bytes.
+"""Optimizer states that move to the device during a training: the engine's own `Filling`, on simulated memory.
 
-What a step needs beside the states grows with its batch, and with its modules, which no input of the model shows.
+The device memory that a step needs in addition to the states grows with its batch and with the modules that it uses.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from infinity.zero.filling import Filling
 if TYPE_CHECKING:
     from infinity.simulation.model import Config, Pass, UnitSpec
 
-TILE_BYTES = 16  # of optimizer states
-_ELEMENT_BYTES, _USE_BYTES = 20, 10  # that a step needs
+TILE_BYTES = 16  # of a tile of optimizer states
+_ELEMENT_BYTES, _USE_BYTES = 20, 10  # needed by a step for each element of its batch, and for each use of a module
 _HEADROOM = 0.1
 _RULES: Any = SimpleNamespace(
     grads=SimpleNamespace(holds_all=False, reconstructs=False, spills=False, stream=False),
@@ -34,19 +34,19 @@ _RULES: Any = SimpleNamespace(
 
 
 def need_bytes(call: Pass) -> int:
-    """Device memory that a pass needs beside optimizer states."""
+    """Return the device memory in bytes that a pass needs in addition to optimizer states."""
     return _ELEMENT_BYTES * call.elements + _USE_BYTES * len(call.uses)
 
 
 def device_bytes_of(units: Sequence[UnitSpec], call: Pass) -> int:
-    """Device memory that is enough for a pass, and for the states of all units that come."""
+    """Return device memory in bytes that is enough for a pass and for the states of all units that may move."""
     tiles = [unit.tiles for unit in units if unit.comes]
     filled_bytes = sum(tiles) * (TILE_BYTES + 1) + scratch_bytes(max(tiles, default=0))
     return int((need_bytes(call) + filled_bytes) / (1 - _HEADROOM)) + 2
 
 
 class DeviceRoom:
-    """Memory for a unit's states on the device: their versions, by the start of a tile."""
+    """Memory for a unit's states on the device; `versions` has the version of each tile, by its start."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -57,7 +57,7 @@ class DeviceMemory:
     """Memory of the compute device.
 
     Attributes:
-        is_filling: from now on states come in the middle of the training.
+        is_filling: whether the training has begun, so that new states on the device count.
     """
 
     def __init__(self, clock: Clock, config: Config) -> None:
@@ -77,7 +77,7 @@ class DeviceMemory:
         return DeviceLevel(self.total_bytes, self.total_bytes - used_bytes, used_bytes, self._most_bytes)
 
     def compute(self, call: Pass) -> None:
-        """A pass over a batch takes its memory."""
+        """Use the memory of a pass. Raises OutOfMemoryError if there is too little."""
         self._most_bytes = max(self._most_bytes, self.used_bytes + need_bytes(call))
         if self._most_bytes > self.total_bytes:
             self._most_bytes = self.total_bytes
@@ -121,10 +121,10 @@ def filling_of(
     drain: Callable[[], None],
     move_states: Callable[..., None],
 ) -> Filling | None:
-    """The engine's own, over a rank; None if no states may come.
+    """Return the engine's `Filling` for a rank; None if no states may move to the device.
 
     Args:
-        least: the smallest of all ranks' values.
+        least: returns the smallest of all ranks' values.
     """
     coming = [unit for unit, spec in enumerate(config.units) if spec.comes]
     if not coming:
@@ -150,6 +150,6 @@ def filling_of(
 
 
 def check_filled(filling: Filling, device: DeviceMemory) -> None:
-    """The ledger counts the states that have come."""
+    """Check that the ledger counts the states that have moved to the device."""
     if filling._states.used_bytes != device.used_bytes:
-        violate("ledger", f"{filling._states.used_bytes} bytes of states have come, and {device.used_bytes} are there")
+        violate("ledger", f"{filling._states.used_bytes} bytes of states are counted, and {device.used_bytes} are used")

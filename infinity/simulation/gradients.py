@@ -1,6 +1,6 @@
-"""Gradients with a step and a count in the place of values: the engine's own `GradStore` on a simulated drive and link.
+"""Gradients as a step and a count instead of values: the engine's own `GradStore` on a simulated drive and link.
 
-Gradients of units that are updated on the device stay there, and are only counted.
+Gradients of units that are updated on the device stay on it, outside of the store.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Gradients:
 
 
 class _Norms:
-    """What the engine's `Norms` does: downloads, of which the norm is a part."""
+    """Replaces the engine's `Norms`, whose downloads also compute the norm."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -59,12 +59,12 @@ class GradMemory:
     """The gradients of one rank.
 
     Args:
-        slots: for units that spill.
-        shared_bytes: for units that have no memory of their own and do not spill.
+        slots: number of slots for units that spill.
+        shared_bytes: memory for units that have no memory of their own and do not spill.
 
     Attributes:
-        store: the engine's.
-        questions: how often the event that is performed has asked whether there is room.
+        store: the engine's store.
+        questions: how often the present event has checked whether gradients have room.
     """
 
     def __init__(
@@ -91,20 +91,20 @@ class GradMemory:
         return self.store.units[row.index]
 
     def state(self, row: Row) -> State:
-        """The state of the unit's gradients where they wait for the update."""
+        """Return the state of the unit's gradients in the memory where they wait for the update."""
         if row.on_device:
             return _WRITING if row.index in self._there else _ABSENT
         return self.of(row).host.state
 
     def value(self, row: Row) -> Gradient | None:
-        """The gradients where they wait for the update."""
+        """Return the gradients that wait for the update; None if there are none."""
         if row.on_device:
             return self._there.get(row.index)
         tensor: Any = self.of(row).tensor
         return None if tensor is None or self.state(row) is _ABSENT else cast("Gradient | None", tensor.value)
 
     def check(self) -> None:
-        """No memory has two owners."""
+        """Check that no memory has two owners."""
         leases = [each.lease for each in self.store.leased.values()]
         if len(set(leases)) != len(leases):
             violate("owner", f"units {list(self.store.leased)} have the same memory for gradients")
@@ -112,7 +112,7 @@ class GradMemory:
     # Adding #
 
     def try_add(self, row: Row, step: int, count: int) -> bool:
-        """A use adds to the gradients; so many have done so before in this step. False while there is no room."""
+        """Add the gradients of a use, after `count` earlier ones in this step. Return False if there is no room."""
         each, value = self.of(row), (step, count + 1)
         if row.on_device:
             self._check_added(row, (step, count))
@@ -142,38 +142,38 @@ class GradMemory:
             violate("once", f"gradients of {row.name} are {self.value(row)}, and the next are added to {before}")
 
     def pause(self, row: Row) -> None:
-        """Nothing is added for a while: what spills may spill."""
+        """Allow the gradients to spill, because nothing is added to them for a while."""
         if not row.on_device:
             self.store.pause(self.of(row))
 
     def drop(self, row: Row) -> None:
-        """The gradients are nothing any more."""
+        """Drop the gradients of a unit."""
         self._there.pop(row.index, None)
         self.store.drop(self.of(row))
 
     # Updates #
 
     def can_submit(self, row: Row) -> bool:
-        """There is room for the gradients, if they are elsewhere."""
+        """Whether the gradients are in memory, or can be read into it. May free the slots of finished spills."""
         self.questions += 1
         if self.questions > 16 * most_actions(len(self.store.units)):
-            violate("bounded", f"one event has asked {self.questions} times whether gradients have room")
+            violate("bounded", f"one event has checked {self.questions} times whether gradients have room")
         return self.store.can_submit(self.of(row))
 
     def would_have_room(self, row: Row) -> bool:
-        """As `can_submit`, changing nothing."""
+        """Return the result of `can_submit` without side effects."""
         store = self.store
         if self.of(row).extent is None or self.state(row) is not _ABSENT or len(store.leased) < len(store.slots):
             return True
         return any(map(_is_written, store.leased.values()))
 
     def take_for_update(self, row: Row) -> list[Operation]:
-        """The gradients are an update's, once these operations are over."""
+        """Pass the gradients to an update. Return the operations that it must wait for."""
         _, moves = self.store.take_for_update(self.of(row))
         return [operation for move in moves for operation in _operations(move)]
 
     def restore(self, row: Row, value: Gradient) -> bool:
-        """Have gradients again that the optimizer states tell; False while there is no room."""
+        """Restore gradients that were reconstructed from the optimizer states. Return False if there is no room."""
         tensor: Any = self.store.restore(self.of(row))
         if tensor is None:
             return False
@@ -187,14 +187,14 @@ class GradMemory:
         """Start to write the gradients to the drive."""
         each = self.of(row)
         if each.host.state not in (_VALID, _WRITING) or each.host.pins or each.lease is None:
-            violate("legal", f"gradients of {row.name} are to spill, and are {each.host.state.name}")
+            violate("legal", f"gradients of {row.name} should spill, and are {each.host.state.name}")
         self.store.spill(each)
 
     def await_spill(self, row: Row) -> None:
-        """Wait until the gradients are written, and give their slot back."""
+        """Wait until the gradients are written, and free their slot."""
         self.store.await_spill(self.of(row))
         if self.state(row) is not _ABSENT:
-            violate("legal", f"gradients of {row.name} are to have left, and are {self.state(row).name}")
+            violate("legal", f"gradients of {row.name} should have left memory, and are {self.state(row).name}")
 
 
 def _lease(*_: object, **__: object) -> Memory:

@@ -1,6 +1,6 @@
-"""What holds at every event. Each promise has a name, by which a failure is shrunk and a mutant is counted.
+"""The promises that hold at every event. Failures are shrunk, and mutants are counted, by the name of the promise.
 
-Most promises are checked where a performer would break them (`require`); those about all rows together, after each
+Most promises are checked where a performer could break them. Those about all rows together are checked after each
 event (`check_world`).
 """
 
@@ -16,38 +16,38 @@ if TYPE_CHECKING:
     from infinity.simulation.rows import Row
 
 PROMISES = {
-    "ledger": "no memory is used above its budget, and its ledger counts what is in it",
-    "newest": "a unit is computed on, looked at and gathered only when its newest version is in memory",
+    "ledger": "no memory is used above its budget, and its ledger counts every byte that is used",
+    "newest": "a unit is computed on, read and gathered only when its newest version is in memory",
     "once": "each gradient is applied exactly once, by the update of its own step",
     "race": "nothing is read while it is written, or written while it is read",
-    "order": "what leaves memory is needed later than what could have left in its place",
-    "owner": "no memory of gradients has two owners",
-    "lost": "nothing leaves memory that is nowhere else",
-    "pinned": "what is in use stays in memory",
-    "legal": "an action is asked for only where it can be performed",
+    "order": "an evicted unit is needed later than every other unit that could have been evicted",
+    "owner": "no gradient memory has two owners",
+    "lost": "a value leaves memory only if it has another copy",
+    "pinned": "a unit in use stays in memory",
+    "legal": "an action is requested only if it can be performed",
     "agreed": "all ranks see the same agreed events, and gather the same units, in the same order",
-    "progress": "somebody who waits waits for something that is under way",
-    "bounded": "an event leads to a bounded number of actions",
-    "idle": "an update that is due, in memory and has room is not left lying",
-    "refusal": "what is refused for lack of memory does not fit",
-    "error": "after an error the engine has failed, or is as before",
+    "progress": "every wait is for an operation that is in flight",
+    "bounded": "an event causes a bounded number of actions, and a bounded number of checks for free memory",
+    "idle": "an update is submitted once it is due, its unit is in memory, and its gradients have room",
+    "refusal": "a request is refused for lack of memory only if it cannot fit",
+    "error": "after an error, the engine has stopped, or its state is unchanged",
     "crash": "the last committed step is on the drives at every moment",
-    "raises": "nothing raises but what a user, a drive or a budget has caused",
+    "raises": "every exception is caused by a user, a drive or a budget",
     "closed": "after close nothing is held",
 }
 
 
-class Violation(AssertionError):  # noqa: N818  (it is no error of the simulation's)
+class Violation(AssertionError):  # noqa: N818  (the scheduler has an error, not the simulation)
     """A promise is broken."""
 
-    def __init__(self, promise: str, told: str) -> None:
+    def __init__(self, promise: str, what: str) -> None:
         assert promise in PROMISES
-        super().__init__(f"{promise}: {told}")
+        super().__init__(f"{promise}: {what}")
         self.promise = promise
 
 
-def violate(promise: str, told: str) -> NoReturn:
-    raise Violation(promise, told)
+def violate(promise: str, what: str) -> NoReturn:
+    raise Violation(promise, what)
 
 
 _STORED = Residency.STORED
@@ -55,20 +55,20 @@ _ABSENT = State.ABSENT
 
 
 def most_actions(units: int) -> int:
-    """More than any event needs: each unit evicted, fetched, updated, spilled and waited for a few times."""
+    """Return more actions than any event needs: evict, fetch, update, spill and await each unit a few times."""
     return 32 + 16 * units
 
 
 def check_world(world: Performer) -> None:
-    """What holds of all rows together, after an event."""
+    """Check the promises about all rows together, after an event."""
     used = 0
     for row in world.rows:
         if row.residency is not _STORED:
             used += row.nbytes if row.offloaded else 0
         elif row.ticket is not None or not row.offloaded:
-            violate("pinned", f"{row.name} is updated, or stays, and is not in memory")
+            violate("pinned", f"{row.name} is being updated, or is never evicted, but is not in memory")
         if row.pins < 0:
-            violate("pinned", f"{row.name} is let go more often than it was taken")
+            violate("pinned", f"{row.name} is unpinned more often than it was pinned")
     budget = world.budget
     if used != budget.used_bytes or used > budget.capacity_bytes:
         violate("ledger", f"{used} bytes are used, {budget.used_bytes} counted, of {budget.capacity_bytes}")
@@ -77,7 +77,7 @@ def check_world(world: Performer) -> None:
 
 
 def ready_updates(world: Performer) -> list[Row]:
-    """Updates that are due and can be submitted now, one of them at least; none if one that waits has no room."""
+    """Return due updates of which at least one can be submitted now; none if the gradients of one have no room."""
     waiting = [row for row in world.rows if row.due is not None and row.residency is not _STORED]
     if not waiting or not all(world.grads.would_have_room(row) for row in waiting):
         return []
@@ -85,13 +85,13 @@ def ready_updates(world: Performer) -> list[Row]:
 
 
 def check_polled(ready: list[Row]) -> None:
-    """Memory that was freed has been given to one of those that waited for it."""
+    """Check after a poll that at least one of the updates in `ready` was submitted."""
     if all(row.due is not None and row.residency is not _STORED for row in ready):
         violate("idle", f"the update of {ready[0].name} is due and could be submitted")
 
 
 def check_newest(row: Row) -> None:
-    """The unit may be computed on now."""
+    """Check that a module may compute on the unit now."""
     if row.residency is not Residency.RESIDENT:
         violate("newest", f"{row.name} is used, and is {row.residency.name}")
     if row.due is not None or (row.ticket is not None and not row.ticket.computed):
@@ -103,29 +103,29 @@ def check_newest(row: Row) -> None:
 
 
 def check_at_rest(world: Performer) -> None:
-    """Every update was carried out, and everything is where it belongs."""
+    """Check after a drain that every update was applied once, and that no value is stale."""
     for row in world.rows:
-        arrives = row.fetch is not None and (not row.fetch.done or row.fetch.failed)  # nobody may have waited for it
+        arrives = row.fetch is not None and (not row.fetch.done or row.fetch.failed)  # a fetch that was not awaited
         values = row.home if row.residency is _STORED or row.stale or arrives else row.mem
         if row.due is not None or row.ticket is not None or row.speculative is not None:
-            violate("once", f"an update of {row.name} is left behind")
+            violate("once", f"an update of {row.name} is not finished")
         if any(version != row.wanted for version in values):
-            violate("once", f"{row.name} has had updates {values}, and {row.wanted} were asked for")
+            violate("once", f"{row.name} is at versions {values}, and {row.wanted} is the newest")
         world.states.check_at(row.index, row.updates)
 
 
 def check_closed(world: Performer) -> None:
-    """Nothing is held any more."""
+    """Check after close that no memory, pin or operation is left."""
     if world.budget.used_bytes:
         violate("closed", f"{world.budget.used_bytes} bytes are counted as used")
     held = [row.name for row in world.rows if row.pins or row.gradients_are_used or row.gradients is not _ABSENT]
     held += [row.name for row in world.rows if row.host_pins]
     if held or world.grads.store.leased or world.worker.queue or world.clock.is_busy:
-        violate("closed", f"{held} are held, or operations are under way")
+        violate("closed", f"{held} are held, or operations are in flight")
 
 
 def check_committed(world: Performer) -> None:
-    """A process that dies now can go on from the step that was committed last."""
+    """Check that a process that dies now could continue from the step that was committed last."""
     for row in world.rows if world.committed is not None else ():
         for here, other, version in zip(row.home, row.kept, row.protected, strict=True):
             if version not in (here, other):

@@ -1,4 +1,4 @@
-"""A pass of layer-major micro-batches: each use of the pass is a block, in the order of the engine's own rounds."""
+"""Runs layer-major micro-batches: each use of the pass is a block, in the order of the engine's own rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MicroBatch:
-    """The blocks that it still has to go through, and those that it has entered, by round."""
+    """One micro-batch: `at` is its next block, `left` are those after it, `entered` those before it, by round."""
 
     def __init__(self, index: int, positions: Iterable[int]) -> None:
         self.index = index
@@ -55,7 +55,8 @@ class LayerMajorPass(Rounds[MicroBatch, int]):
             self._rank.open_backward()
             self._opened = True
         self._backward(micro_batch, max(micro_batch.entered, default=None))
-        if len(set(self._call.micro_batches)) == 1:  # the store takes each block of a micro-batch for the one before
+        # The store predicts the order of uses by rounds, which is exact only if all micro-batches use the same blocks.
+        if len(set(self._call.micro_batches)) == 1:
             self._rank.activations.begin_uses()
 
     def _go_on(self, micro_batch: MicroBatch, round_index: int) -> None:

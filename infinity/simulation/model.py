@@ -1,4 +1,4 @@
-"""What is simulated: a model, its budgets, and what a training loop calls."""
+"""The input of a simulation: a model, its budgets, and the calls of a training loop."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class UnitSpec:
     """A unit.
 
     Attributes:
-        offloaded: its parameters come and go.
-        grads: where its gradients have memory: "own", a "slot", or "shared" bytes; "" if it is frozen.
-        on_device: its optimizer states are where the model computes.
-        old_params: where a speculative update keeps what it replaces: "slots", "states", "images" or "" (nowhere).
-        is_double_buffered: the drive has two of each tile.
-        reversible: tiles that a speculative update can undo.
+        offloaded: its parameters are fetched and evicted.
+        grads: the memory of its gradients: its "own", a "slot", or "shared" bytes; "" if it is frozen.
+        on_device: its optimizer states are on the device.
+        old_params: where a speculative update keeps the old parameters: "slots", "states", "images" or "" (nowhere).
+        is_double_buffered: the drive has two places for each tile of its parameters.
+        reversible: number of tiles whose speculative update can be rolled back.
         reconstructs: its gradients can be reconstructed from the optimizer states.
-        made: its first values are made in memory.
-        streams: its gradients leave the device while that computes on.
-        host: its home is host memory, apart from what is computed on; else a drive.
-        stored: tiles, the first ones, whose optimizer states live on the drive and pass through the ring.
-        parts: some of its gradients come with each use in a pass; else their sum comes with the last one.
-        saves: sizes of tensors that each forward of it saves for backward.
-        comes: its optimizer states may come to the device after the first step.
+        made: its initial values are created in memory, not on its home.
+        streams: its gradients leave the device while computation continues.
+        host: its home is host memory, separate from the memory that the model computes in; else a drive.
+        stored: number of tiles, the first ones, whose optimizer states are on the drive and pass through the ring.
+        parts: gradients are added at each use in a pass; else their sum is added at the last use.
+        saves: sizes of the tensors that each forward saves for backward.
+        comes: its optimizer states may move to the device after the first step.
     """
 
     nbytes: int
@@ -55,12 +55,12 @@ class UnitSpec:
 
     @property
     def on_drive(self) -> Collection[int]:
-        """Tiles whose optimizer states live on the drive."""
+        """Tiles whose optimizer states are on the drive."""
         return range(self.stored)
 
     @property
     def has_device_shard(self) -> bool:
-        """The values that come and go have their home on the device, too, and may be updated there at any time."""
+        """Whether the home of its parameters is on the device, where they can be updated while the unit is evicted."""
         return self.on_device and self.offloaded
 
 
@@ -74,22 +74,22 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Config:
-    """All that does not change during the training.
+    """The settings of a training.
 
     Attributes:
         schedule: when the optimizer runs.
-        slots, shared_bytes: for gradients of units without memory of their own.
+        slots, shared_bytes: memory for gradients of units without memory of their own.
         keeps: each step is committed, and survives a crash.
-        images: tiles that the undo log has room for.
-        ahead_bytes: of units that are gathered ahead, beyond the next one.
-        staging_bytes: host memory that units pass through where the device has a memory of its own; 0 if it has none.
-        ring: slots for tiles of optimizer states on their way.
-        gathers: each of several ranks has a part of every unit, and all parts are gathered for a use.
-        saved: memory for saved activations, in sizes of tensors; 0 if they stay where the model computes.
-        saved_on_drive: they go on to a drive.
-        device_bytes: device memory for optimizer states that come, and for what a step needs beside them.
-        refused: the device has no memory in one piece for the unit that would be the so many-th to come; 0 if it has.
-        writes_all: each update is written home.
+        images: number of tiles that the undo log can hold.
+        ahead_bytes: bytes of units that are gathered ahead, beyond the next one.
+        staging_bytes: staging memory; 0 if host and device are one memory.
+        ring: slots of the ring of optimizer states.
+        gathers: whether units are divided among the ranks, and gathered for each use.
+        saved: memory for saved activations, in sizes of tensors; 0 if they stay on the device.
+        saved_on_drive: whether activations that do not fit go to a drive.
+        device_bytes: device memory for optimizer states that may move, and for the other needs of a step.
+        refused: the n-th unit whose states move to the device finds no contiguous memory; 0 for none.
+        writes_all: whether each update is written home.
     """
 
     units: tuple[UnitSpec, ...]
@@ -115,15 +115,14 @@ class Pass:
     """A micro-batch, forward and backward, or an evaluation.
 
     Attributes:
-        uses: units that a module computes on together, module by module.
-        looks: at a unit, before the use at this position; backward's uses follow forward's.
-        stop: before this position the user's code raises; `inside`: within its module.
-        micro_batches: positions in `uses` that each of several layer-major micro-batches goes through; empty if the
-            pass is one micro-batch.
-        absent: positions that each rank leaves out, as experts that its batch does not reach; empty if none does.
-        segment: modules whose forward runs again before their backward, as with checkpoints; 0 if none does.
+        uses: units of each module, in the order of the modules.
+        looks: (position, unit) of reads by the user, before this use; positions of backward follow those of forward.
+        stop: the user's code raises before this position, or, if `inside`, within its module; None for no exception.
+        micro_batches: positions in `uses` of each layer-major micro-batch; empty if the pass is one micro-batch.
+        absent: positions that each rank skips, such as experts that its batch does not reach; empty if none does.
+        segment: modules between activation checkpoints, whose forward runs again before their backward; 0 for none.
         nested: a module's forward runs again within its backward.
-        elements: size of the batch, on which the need of device memory depends.
+        elements: size of the batch, which determines the need for device memory.
     """
 
     uses: tuple[tuple[int, ...], ...]
@@ -138,12 +137,12 @@ class Pass:
     elements: int = 1
 
     def of(self, rank: int) -> list[int]:
-        """Positions that a rank goes through; all of them for none."""
+        """Return the positions that a rank uses; all positions for rank -1."""
         absent = self.absent[rank] if 0 <= rank < len(self.absent) else ()
         return [position for position in range(len(self.uses)) if position not in absent]
 
     def again(self, position: int) -> range:
-        """Positions whose forward runs again with the backward of this one."""
+        """Return the positions whose forward runs again before the backward of this one."""
         if not self.segment or (position + 1 < len(self.uses) and (position + 1) % self.segment):
             return range(0)
         return range(position // self.segment * self.segment, position + 1)
@@ -151,7 +150,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Step:
-    """`engine.step()`: the gradients' norm is "quiet", "clipped" or "overflow"; the user's scheduler may raise then."""
+    """`engine.step()`. The norm is "quiet", "clipped" or "overflow"; `raises` if the user's scheduler then raises."""
 
     norm: str = "quiet"
     raises: bool = False
@@ -159,7 +158,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Look:
-    """Parameters are wanted, of several units at once perhaps; `whole` if all ranks want them together."""
+    """The user reads the parameters of units at once; `whole` if all ranks gather them together."""
 
     units: tuple[int, ...]
     whole: bool = False
@@ -179,12 +178,12 @@ class ZeroGrad:
 
 @dataclass(frozen=True)
 class Drain:
-    """Every update is carried out, as before a save."""
+    """All updates are finished, as before a save."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """On one rank, the next operation of a kind fails."""
+    """The next operation of this kind fails on one rank."""
 
     rank: int
     kind: str
@@ -192,7 +191,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Death:
-    """One rank's process dies after so many ticks."""
+    """The process of one rank dies after this number of ticks."""
 
     rank: int
     ticks: int
@@ -200,7 +199,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Interrupt:
-    """The user interrupts one rank's process after so many ticks."""
+    """The user interrupts the process of one rank after this number of ticks."""
 
     rank: int
     ticks: int
@@ -211,10 +210,10 @@ Call = Pass | Step | Look | Change | ZeroGrad | Drain | Fault | Death | Interrup
 
 @dataclass(frozen=True)
 class Scenario:
-    """A world and what happens in it.
+    """The settings of a training, and the calls of its loop.
 
     Attributes:
-        seed: of how long each operation takes.
+        seed: seed of the durations of operations.
     """
 
     config: Config
@@ -224,15 +223,15 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Loop:
-    """What a training loop repeats.
+    """The part of a training loop that repeats.
 
     Attributes:
-        uses: units that a module computes on together, module by module, in a pass that goes through all branches.
-        accumulation: micro-batches of a step; None where that is drawn.
-        norms: what a step's may be, the usual one first, and as often as it is more usual.
-        rare: probabilities of what is rare, of which one is drawn.
-        waits_for_updates: a step is over when every update is.
-        layer_major: micro-batches of a step that go through each module together; 0 if they come one by one.
+        uses: units of each module, in the order of the modules, in a pass that takes all branches.
+        accumulation: micro-batches of a step; None to draw it.
+        norms: possible norms of a step, the usual one first, repeated in proportion to their probability.
+        rare: probabilities of rare events, of which one is drawn for each scenario.
+        waits_for_updates: whether a step ends only when all updates have ended.
+        layer_major: number of micro-batches that go through each module together; 0 if they run one by one.
     """
 
     uses: tuple[tuple[int, ...], ...]
@@ -244,7 +243,7 @@ class Loop:
 
 
 def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Call, ...]:
-    """What a training loop calls in so many steps, and what happens to it; of more steps the first are the same."""
+    """Return the calls and faults of `steps` steps. More steps only append calls."""
     rare = random.choice(loop.rare)
     branches = random.random() < 0.3
     accumulation = 1 if loop.layer_major else loop.accumulation or random.choice((1, 1, 2, 3))
@@ -277,12 +276,12 @@ def calls_of(loop: Loop, random: Random, config: Config, steps: int) -> tuple[Ca
 
 
 def drawn_saves(random: Random) -> tuple[int, ...]:
-    """Sizes of the tensors that a module saves."""
+    """Draw the sizes of the tensors that a module saves."""
     return tuple(random.randint(1, 3) for _ in range(random.randint(0, 3)))
 
 
 def interrupted(calls: tuple[Call, ...], random: Random, config: Config) -> tuple[Call, ...]:
-    """The calls with interrupts, and with exceptions of the user's within modules."""
+    """Return the calls with drawn interrupts, and with exceptions of the user's code within modules."""
     rare = random.choice((0.0, 0.05, 0.2)) / (1 if len(config.ranks) == 1 else 5)
     made: list[Call] = []
     for call in calls:
@@ -297,7 +296,7 @@ def interrupted(calls: tuple[Call, ...], random: Random, config: Config) -> tupl
 
 
 def recomputing(calls: Iterable[Call], random: Random, *, layer_major: bool) -> tuple[Call, ...]:
-    """The calls with checkpoints in each training pass, or without."""
+    """Return the calls with activation checkpoints in each training pass, or without them, as drawn."""
     segment = random.choice((1, 1, 2, 3)) if random.random() < 0.25 else 0
     segment = min(segment, 1) if layer_major else segment
     nested = segment == 1 and random.random() < 0.5
@@ -309,5 +308,5 @@ def recomputing(calls: Iterable[Call], random: Random, *, layer_major: bool) -> 
 
 def _between(random: Random, count: int) -> Call:
     unit = random.randrange(count)
-    several = Look(tuple(random.sample(range(count), random.randint(1, min(3, count)))))  # may be too much for a rank
+    several = Look(tuple(random.sample(range(count), random.randint(1, min(3, count)))))  # may not fit into memory
     return random.choice((several, Look((unit,), whole=True), Change(unit), ZeroGrad(), Drain()))

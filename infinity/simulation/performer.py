@@ -33,7 +33,7 @@ Trace = Callable[[str], None]
 
 
 class _Ledger(Budget):
-    """Bounds how often an event may ask whether there is room, so that nobody asks for ever."""
+    """A budget that limits how often an event may check whether there is room, to find endless loops."""
 
     def __init__(self, capacity_bytes: int, most: int) -> None:
         super().__init__("memory for parameters", capacity_bytes)
@@ -43,22 +43,22 @@ class _Ledger(Budget):
     def fits(self, nbytes: int) -> bool:
         self.questions += 1
         if self.questions > self._most:
-            violate("bounded", f"one event has asked {self.questions} times whether there is room")
+            violate("bounded", f"one event has checked {self.questions} times whether there is room")
         return super().fits(nbytes)
 
 
 class Performer:
-    """One rank's memory, drives and optimizer.
+    """The memory, drives and optimizer of one rank.
 
     Attributes:
-        events: that the scheduler was told.
-        committed: the step that a crash leaves; None before there is one.
-        changed_memory: something has come or gone since all rows were checked together.
-        expected: the update that may be speculative, while the scheduler decides on it.
+        events: number of events that were passed to the scheduler.
+        committed: the step that survives a crash; None before the first commit.
+        changed_memory: whether memory has changed since all rows were last checked together.
+        expected: the update that may be speculative, while the scheduler decides about it.
         undecided: units with speculative updates.
-        critical: the engine's, around what an interrupt must not cut short.
-        checks: whether to check the invariants over all rows at each event.
-        gradients_may_spill: a speculative update has given gradients back, which may spill.
+        critical: the engine's critical section, which must not be cut short by an interrupt.
+        checks: whether to check the promises about all rows at each event.
+        gradients_may_spill: whether a speculative update has released gradients, which may now spill.
     """
 
     checks = True
@@ -112,7 +112,7 @@ class Performer:
         return Worker(self.clock, self.states)
 
     def do(self, event: actions.Event) -> bool:
-        """Perform what the scheduler asks for because of an event; False if that is nothing."""
+        """Perform the scheduler's actions for an event. Return whether there were any."""
         self.events += 1
         if self.trace is not None:
             self.trace(f"  {event}")
@@ -122,7 +122,7 @@ class Performer:
         for action in self.scheduler.on(event):
             count += 1
             if count > self._most_actions:
-                violate("bounded", f"{event} has led to {count} actions")
+                violate("bounded", f"{event} has caused {count} actions")
             if self.trace is not None:
                 self.trace(f"   -> {action}")
             self.perform(action)
@@ -145,7 +145,7 @@ class Performer:
         if not self.budget.fits(row.nbytes):
             violate("ledger", f"{row.name} is fetched, and memory is full")
         if not self.staging.open(row):
-            return  # memory on the way is used up
+            return  # the staging memory is full
         self.changed_memory = True
         self.budget.take(row.nbytes, row.name)
         row.residency = _FETCHING
@@ -153,7 +153,7 @@ class Performer:
 
     def await_fetch(self, row: Row) -> None:
         if row.residency is _STORED:
-            violate("legal", f"somebody waits for {row.name}, which is not under way")
+            violate("legal", f"the fetch of {row.name} is awaited, but was not started")
         if row.residency is _FETCHING:
             assert row.fetch is not None
             self.clock.wait(row.fetch)
@@ -175,7 +175,7 @@ class Performer:
         if row.is_dirty:
             self.write_home(row)
         if row.readers or row.updating_tile is not None or (row.fetch is not None and not row.fetch.done):
-            violate("race", f"{row.name} is evicted while something touches it")
+            violate("race", f"{row.name} is evicted while an operation uses it")
         if row.home != row.mem and not row.stale:
             violate("lost", f"{row.name} is evicted at {row.mem}, and the drive has {row.home}")
         self.changed_memory = True
@@ -184,7 +184,7 @@ class Performer:
         self.budget.give(row.nbytes)
 
     def write_home(self, row: Row) -> None:
-        """Write what memory has, and wait."""
+        """Write the changed tiles home, and wait."""
         self._open_host(row)
         try:
             self._await_write(row)
@@ -200,24 +200,24 @@ class Performer:
             self.staging.close(row)
 
     def _await_write(self, row: Row) -> None:
-        """Wait for the last write of all that differs, whose wait an interrupt may have ended."""
+        """Wait for the last `write_home`, whose own wait an interrupt may have ended."""
         if row.writing is not None:
             self.clock.wait(row.writing)
             write, row.writing = row.writing, None
             write.check()
 
     def _open_host(self, row: Row) -> None:
-        """Have the values where they are changed and written, waiting for memory that updates and fetches hold."""
+        """Lease staging memory for the unit. If there is none, wait for updates and fetches that hold it."""
         while not self.staging.open(row):
             if self.finish_one():
                 continue
             fetched = next((each for each in self.rows if each.residency is _FETCHING and each is not row), None)
             if fetched is None:
-                violate("refusal", f"no host memory is left for the values of {row.name} on their way")
+                violate("refusal", f"no staging memory is left for {row.name}")
             self.await_fetch(fetched)
 
     def upload(self, row: Row) -> None:
-        """The values go to the device."""
+        """Start to upload the unit's values to the device."""
         self.staging.upload(row)
 
     def _await_newest(self, row: Row) -> None:
@@ -232,7 +232,7 @@ class Performer:
         if due is None or row.ticket is not None or row.residency is _STORED:
             violate("legal", f"an update of {row.name} is submitted that is not due, or cannot be")
         tiles = [tile for tile in range(row.spec.tiles) if begun is None or tile not in begun]
-        # Of a unit whose home has older values, those that this update leaves alone would stay as old there.
+        # The home of a dirty unit is stale, and this update may overwrite only a part of it.
         write = action.write and (row.residency is _FETCHING or row.home == row.mem)
         with self.critical:
             row.due = row.begun = None
@@ -246,7 +246,7 @@ class Performer:
             assert row.fetch is not None
             ready.append(row.fetch)
         row.pins += 1
-        if not self.staging.is_needed(row):  # else the fetch goes on with the values that the update makes
+        if not self.staging.is_needed(row):  # else the fetch ends with an upload of the updated values
             row.residency = _RESIDENT
         row.is_reconstructable = row.spec.old_params == "states"
         states = self.states.store.units[row.index].tiles
@@ -257,9 +257,9 @@ class Performer:
     def _update_on_device(self, row: Row) -> None:
         due = row.due
         if due is None or (row.residency is _STORED and not row.spec.has_device_shard):
-            violate("legal", f"{row.name} is updated on the device, and is not there")
+            violate("legal", f"{row.name} is updated on the device, but is not in its memory")
         if row.residency is not _STORED:
-            self.await_fetch(row)  # in the device's queue
+            self.await_fetch(row)  # on a real device, its queue waits
         if row.spec.has_device_shard:
             row.mem = list(row.home)
         if row.mem != [due.target - 1] * row.spec.tiles or self.grads.value(row) != due.grad:
@@ -271,7 +271,7 @@ class Performer:
         self.grads.drop(row)
 
     def move_states(self, unit: int, *, to_device: bool) -> None:
-        """What the engine's executor and its pipeline do."""
+        """Move the states of a unit with the engine's own code."""
         parts: Any = SimpleNamespace(_park=self.worker.park, _states=self.states.store, _ring=self.states.ring)
         pipeline = SimpleNamespace(move_states=partial(UpdatePipeline.move_states, parts))
         executor: Any = SimpleNamespace(_params=SimpleNamespace(critical=self.critical), _pipeline=pipeline)
@@ -279,7 +279,7 @@ class Performer:
         self.rows[unit].on_device = self.states.store.units[unit].are_on_device
 
     def wait_computed(self, ticket: Ticket) -> None:
-        """Wait until an update is computed, which now goes before all others."""
+        """Give an update the highest priority, and wait until it is computed."""
         if not ticket.computed:
             self.worker.queue.hurry(ticket)
         self.clock.wait_until(lambda: ticket.computed, "optimizer")
@@ -289,17 +289,17 @@ class Performer:
             self.upload(ticket.row)
 
     def _await_update(self, row: Row) -> None:
-        ticket = row.ticket or violate("legal", f"nothing updates {row.name}, which is awaited")
+        ticket = row.ticket or violate("legal", f"an update of {row.name} is awaited, but none was submitted")
         self.finish(ticket)
 
     def finish(self, ticket: Ticket) -> None:
-        """Wait until an update is over: computed, and written."""
+        """Wait until an update has ended: it is computed and written."""
         self.wait_computed(ticket)
         self.clock.wait_until(lambda: ticket.done, "optimizer")
         self._note(ticket)
 
     def finish_one(self) -> bool:
-        """Wait for the update that is the first to be computed; False if there is none."""
+        """Wait for the update that is computed first. Return False if there is none."""
         if not any(row.ticket is not None for row in self.rows):
             return False
         self.clock.wait_until(lambda: bool(self.worker.ended), "optimizer")
@@ -307,7 +307,7 @@ class Performer:
         return True
 
     def poll(self) -> None:
-        """Take note of updates that are over, and use the memory that they gave back."""
+        """Finish updates that have ended, and let the scheduler use the memory that they released."""
         self.clock.tick()
         if self.worker.ended:
             for ticket in [each for each in self.worker.ended if each.done]:
@@ -352,7 +352,7 @@ class Performer:
     def _submit_speculative(self, row: Row, action: actions.SubmitSpeculative) -> None:
         expected = self.expected
         if row.is_updating or row.residency is not _RESIDENT or expected is None:
-            violate("legal", f"{row.name} has a speculative update, and is not at rest")
+            violate("legal", f"a speculative update of {row.name} is submitted, but the unit is not idle")
         kind = self._old_params(row, write=action.write)
         if not kind or (kind == "images" and not self._has_images(row, action.next_use)):
             return
@@ -374,11 +374,11 @@ class Performer:
         self.worker.submit(ticket)
 
     def _images(self, row: Row, tiles: Sequence[int]) -> int:
-        """The part of the undo log that a speculative update takes."""
+        """Return the part of the undo log that a speculative update takes."""
         return len(tiles)
 
     def _old_params(self, row: Row, *, write: bool) -> str:
-        """Where a speculative update keeps what it replaces; better in slots if it is to be written anyway."""
+        """Return where a speculative update keeps the old parameters. If it is written anyway, slots are preferred."""
         kind = row.spec.old_params
         if kind == "states" and not self.states.keeps_all(row.index):
             return ""
@@ -388,7 +388,7 @@ class Performer:
         return kind
 
     def _has_images(self, row: Row, next_use: int) -> bool:
-        """There is room in the undo log, for which what is needed later makes way."""
+        """Whether the undo log has room. Withdraws speculative updates of units that are needed later, if necessary."""
         undecided = [each.speculative for each in self.undecided if each.speculative is not None]
         later = [each.ticket for each in undecided if each.ticket.images and each.ticket.next_use > next_use]
         later = [each for each in later if each.row.ticket is each and not each.chosen]
@@ -397,7 +397,7 @@ class Performer:
         later.sort(key=lambda each: each.next_use)
         while row.spec.reversible > self.images and later:
             ticket = later.pop()
-            if self.worker.withdraw(ticket):  # not if the worker has chosen it while another one was withdrawn
+            if self.worker.withdraw(ticket):  # fails if the worker has chosen it since `later` was computed
                 self._decide(ticket.row)
                 self._note(ticket)
         return row.spec.reversible <= self.images
@@ -413,17 +413,17 @@ class Performer:
         return update
 
     def speculate(self, row: Row, due: Due) -> bool:
-        """Update of a unit what can be undone; False if that is nothing."""
+        """Submit a speculative update of the tiles that can be rolled back. Return False if there are none."""
         self.expected = due
         self.do(actions.UpdateExpected(row))
         self.expected = None
         return row.speculative is not None
 
     def commit_speculative(self, row: Row, due: Due) -> None:
-        """The speculative update is the unit's update; what is left of it is due."""
+        """Commit the speculative update of the unit. The update of its other tiles is due now."""
         update = self._decide(row)
         if update.due != due:
-            violate("once", f"{row.name} had a speculative update with {update.due}, and {due} is due")
+            violate("once", f"{row.name} had a speculative update {update.due}, and {due} is due")
         if len(update.tiles) < row.spec.tiles:
             row.begun = update.tiles
             row.due = update.due
@@ -433,7 +433,7 @@ class Performer:
             self.grads.drop(row)
 
     def roll_back(self, *rows: Row, grads: bool = True) -> None:
-        """Units with speculative updates are what they were before."""
+        """Roll back the speculative updates of these units."""
         undecided = [row for row in rows if row.speculative is not None]
         if not undecided:
             return
@@ -444,7 +444,7 @@ class Performer:
         with self.critical:
             self._undo([row for row in undecided if row not in away], grads=grads)
             self.spill_early()
-            for row in away:  # one by one, since there may not be room for all of them
+            for row in away:  # one by one: there may not be room for all of them
                 self.do(actions.OldParametersNeeded(row))
                 self._undo([row], grads=grads)
             self.spill_early()
@@ -455,7 +455,7 @@ class Performer:
                 row.stale = False
 
     def changed(self, row: Row) -> None:
-        """The unit's values are others now, or will be."""
+        """Called when the unit's values have changed or will change."""
 
     @staticmethod
     def _needs_memory(row: Row) -> bool:
@@ -480,14 +480,14 @@ class Performer:
             before = [row.wanted] * row.spec.tiles
             if update.old_params != "slots":
                 if row.residency is not _RESIDENT and not row.spec.host:
-                    violate("lost", f"{row.name} is to be what it was, and is {row.residency.name}")
+                    violate("lost", f"{row.name} is rolled back in memory, but is {row.residency.name}")
                 row.put(before)
             else:
                 for tile, version in enumerate(row.home):
                     if version != row.wanted:
                         row.home[tile], row.kept[tile] = row.kept[tile], version
                 if row.home != before:
-                    violate("lost", f"{row.name} is to be {row.wanted} again, and the drive has {row.home}")
+                    violate("lost", f"{row.name} is rolled back to {row.wanted}, and the drive has {row.home}")
                 row.stale = True
 
     def _reconstruct_grads(self, row: Row, *, grads: bool) -> None:
@@ -505,11 +505,11 @@ class Performer:
     # Gradients #
 
     def free_gradients(self, row: Row) -> bool:
-        """Free memory that the unit's gradients may take; False if there is none."""
+        """Free memory for the unit's gradients. Return False if none can be freed."""
         return self.do(actions.GradientsNeedRoom(row))
 
     def spill_early(self) -> None:
-        """Gradients that updates have given back may spill."""
+        """Let gradients spill that speculative updates have released."""
         if self.gradients_may_spill:
             self.gradients_may_spill = False
             self.do(actions.GradientsPause())

@@ -1,4 +1,4 @@
-"""What one rank's engine does around the scheduler: passes, steps and user calls, as in step.py and updates.py."""
+"""The engine of one rank around the scheduler: passes, steps and user calls, as in step.py and updates.py."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Rank(Performer):
     """One process of the training.
 
     Args:
-        agree: told of what must be alike on all ranks.
+        agree: called with facts that must be equal on all ranks.
 
     Attributes:
-        step: the number of the step that runs.
-        failed: an error has left the states of no one step.
+        step: number of the present step.
+        failed: whether the engine is poisoned by an error.
     """
 
     def __init__(
@@ -61,27 +61,27 @@ class Rank(Performer):
         self._agree = agree
         self._schedule = config.schedule
         self._is_shared = len(config.ranks) > 1 and config.gathers
-        self._whole: dict[int, int] = {}  # the version at which each unit was gathered
+        self._whole: dict[int, int] = {}  # the version of each unit when it was gathered
         self._gathering = self._gathers(len(config.ranks) if config.gathers else 1)
         self._foresight = Foresight()
-        self._added: dict[int, int] = {}  # uses that have added to each unit's gradients in this step
+        self._added: dict[int, int] = {}  # for each unit, the uses that have added to its gradients in this step
         self._update_order: list[int] = []
-        self._asked: dict[Row, None] = {}  # in the order in which their updates were asked for
-        self._under_way = False  # some units have had this step's update asked for
+        self._asked: dict[Row, None] = {}  # units in the order in which their updates were requested
+        self._under_way = False  # updates of this step were requested
         self._pass_failed = False
-        self._last = self._speculates = False  # of the running pass
+        self._last = self._speculates = False  # whether the running pass is the step's last, and is speculative
         self._open = ""  # "forward" or "backward" while a pass runs
-        self._updates = False  # a step's updates are asked for, and it is not over
-        self._somewhere: set[int] = set()  # units that some rank uses in the running pass
-        self._complete_units: set[int] = set()  # whose gradients of the running pass have all come
-        # Where parameters stay, ranks may use different units: gradients of all units are reduced in one order.
+        self._updates = False  # inside `_finish_step`, while it requests updates
+        self._somewhere: set[int] = set()  # units that any rank uses in the running pass
+        self._complete_units: set[int] = set()  # units whose gradients of the running pass are complete
+        # If no parameters are evicted, ranks may use different units: the gradients of all are reduced in one order.
         trained = [row.index for row in reversed(self.rows) if row.spec.grads]
         reduces = self._is_shared and not any(row.offloaded for row in self.rows)
         self.reduction = ReductionOrder(trained) if reduces else None
         self.reduced: set[int] | None = None  # units with gradients on some rank, in the pass that has just ended
         self._filling = filling_of(config, self.device, self.states.store, self._least, self.drain, self.move_states)
         self._uncommitted = False
-        self._noted = list(versions)  # those of the last step that is over
+        self._noted = list(versions)  # versions at the end of the last step
         for row in self.rows:
             if row.spec.made:
                 self._make(row)
@@ -95,7 +95,7 @@ class Rank(Performer):
         self.do(actions.ParametersMade(row))
 
     def _gathers(self, ranks: int) -> Any:
-        """The engine's own, over this rank's rows, which have what it asks of units."""
+        """Return the engine's `Gathering` for this rank, whose rows have the attributes of units that it reads."""
         for row in self.rows:
             moving_bytes = row.nbytes if row.offloaded else 0
             spec: Any = SimpleNamespace(name=row.name, nbytes=row.nbytes, moving_bytes=moving_bytes, pieces=())
@@ -131,7 +131,7 @@ class Rank(Performer):
     # Calls #
 
     def call(self, call: Call, *, last: bool) -> None:
-        """Do what the training loop calls; a pass may be the last one of its step.
+        """Perform a call of the training loop; `last` if it is the last pass of its step.
 
         Raises:
             StorageError, CapacityError: the engine has failed.
@@ -139,7 +139,7 @@ class Rank(Performer):
         try:
             match call:
                 case Pass() if self._under_way:
-                    pass  # the step's last pass is over, and the engine refuses another
+                    pass  # after the last pass of a step, the engine refuses another one
                 case Pass(evaluates=True):
                     self._evaluate(call)
                 case Pass():
@@ -159,7 +159,7 @@ class Rank(Performer):
         except torch.OutOfMemoryError:
             self._out_of_memory()
         except Interrupted:
-            self.failed = len(self.config.ranks) > 1  # the others wait for it in vain
+            self.failed = len(self.config.ranks) > 1  # the other ranks would wait for this one
             self._stopped()
         except (StorageError, CapacityError):
             self.failed = True
@@ -171,16 +171,16 @@ class Rank(Performer):
         assert self._filling is not None
         came = len(self._filling.came)
         if not came:
-            violate("refusal", "a batch has no room on the device beside nothing else")
-        self.failed = len(self.config.ranks) > 1  # the others wait for it in vain
+            violate("refusal", "a batch does not fit on the device, although no states have moved to it")
+        self.failed = len(self.config.ranks) > 1  # the other ranks would wait for this one
         self._stopped()
         if not self.failed:
             self._filling.out_of_memory(at_rest=not self._added)
             if not self._added and len(self._filling.came) == came:
-                violate("progress", "all states stay on the device, which has no memory for a batch")
+                violate("progress", "no states leave the device, although it has no memory for a batch")
 
     def _stopped(self) -> None:
-        """An exception that is not the engine's has ended a call: the engine has failed, or is as before."""
+        """Abort the pass after an exception of the user's code. The engine must have failed, or be unchanged."""
         self.failed |= self.critical.interrupted or self._updates
         backward = self._open == "backward"
         while self._open and not self.failed:
@@ -190,9 +190,9 @@ class Rank(Performer):
                 self.failed |= self.critical.interrupted or len(self.config.ranks) > 1
         left = [row.name for row in self.rows if row.pins != int(row.ticket is not None)]
         if left and not self.failed:
-            violate("error", f"{left} are in use after an exception that the engine survives")
+            violate("error", f"{left} are pinned after an exception that the engine survives")
         if backward and self._added and not self.failed:
-            violate("error", f"gradients of units {list(self._added)} are left of a backward pass that failed")
+            violate("error", f"a failed backward pass has left gradients of units {list(self._added)}")
 
     # Passes #
 
@@ -253,7 +253,7 @@ class Rank(Performer):
         """
 
     def _compute_again(self, call: Pass, position: int, micro_batch: int) -> None:
-        """A checkpoint before a module's backward runs its forward again."""
+        """Run forward again for activation checkpoints, before the backward of a module."""
         computing = [row for row in self.rows if row.computing] if call.segment else []
         for again in call.again(position):
             if again in self._mine(call):
@@ -330,7 +330,7 @@ class Rank(Performer):
         for unit in units:
             spec = self.rows[unit].spec
             if unit in self._complete_units:
-                violate("once", f"backward uses {self.rows[unit].name}, whose gradients were complete")
+                violate("once", f"backward uses {self.rows[unit].name} after its gradients were complete")
             if left is not None:
                 left[unit] -= 1
             if spec.grads and not self._reduces(call) and (spec.parts or (left is not None and not left[unit])):
@@ -338,7 +338,7 @@ class Rank(Performer):
         self.goes_backward(position, begun=True)
         for unit in units:
             if not self._gathering.is_whole(self.rows[unit]):
-                violate("pinned", f"{self.rows[unit].name} was let go by all ranks while a module computed on it")
+                violate("pinned", f"{self.rows[unit].name} was resharded while a module computed on it")
             self.rows[unit].computing = False
             if self.rows[unit].spec.grads and left is not None and not left[unit]:
                 self._left(call, self.rows[unit])
@@ -354,7 +354,7 @@ class Rank(Performer):
             self._complete(row)
 
     def _reduce(self, units: Iterable[int]) -> None:
-        """All ranks add up the gradients of these units, those of ranks that have not used them, too."""
+        """Reduce the gradients of these units over all ranks, including ranks that have not used them."""
         for unit in units:
             self._agree(("reduce", unit))
             if unit in self._somewhere:
@@ -362,7 +362,7 @@ class Rank(Performer):
                 self._complete(self.rows[unit])
 
     def learn(self, order: Iterable[int] | None) -> None:
-        """Ranks have exchanged what they know of a pass: where its order did not suit all, this one follows."""
+        """End a pass after ranks have exchanged its order. If the order did not suit all ranks, follow `order`."""
         if self.reduction is not None and self.reduced is not None:
             if order is not None:
                 self.reduction.learn(order)
@@ -371,20 +371,20 @@ class Rank(Performer):
         self.reduced = None
 
     def complete(self, units: Sequence[int]) -> None:
-        """All micro-batches have left the units; gradients that do not come in parts come now."""
+        """Complete the gradients of units that all micro-batches have left."""
         for row in [self.rows[unit] for unit in units if self.rows[unit].spec.grads]:
             if not row.spec.parts:
                 self._add(row)
             self._complete(row)
 
     def _update_others(self) -> None:
-        """Update the units that had no part in the step's last pass."""
+        """Update the units that the last pass of the step has not used."""
         for unit in sorted(self._added):
             self._update(self.rows[unit])
             self.poll()
 
     def _user_code(self, call: Pass, position: int, *, backward: bool) -> None:
-        """What the user's code does between two modules."""
+        """Run the user's code between two modules: it may read a unit, or raise."""
         for at, unit in call.looks:
             if at == position and not backward:
                 self._look((unit,), whole=False)
@@ -397,7 +397,7 @@ class Rank(Performer):
             raise UserError
 
     def _abort(self, *, backward: bool) -> None:
-        """A pass was stopped: a forward pass leaves what was before, and a backward pass no gradients."""
+        """Abort a pass. A forward pass leaves no trace, a backward pass drops the step's gradients."""
         before = [row.wanted for row in self.rows]
         self._end_cycle(learn=False)
         if backward:
@@ -409,10 +409,10 @@ class Rank(Performer):
         self._open = ""
         left = [row.name for row in self.rows if backward and row.speculative is not None]
         if left or before != [row.wanted for row in self.rows]:
-            violate("error", f"{left} are not what they were before the pass")
+            violate("error", f"an aborted pass has left speculative updates of {left}, or new versions")
 
     def _enter(self, units: tuple[int, ...]) -> None:
-        """A module is about to compute on the units."""
+        """Prepare the units for a module that computes on them next."""
         rows = [self.rows[unit] for unit in units]
         self.roll_back(*rows)
         self._gathering.drop_unexpected(rows)
@@ -435,7 +435,7 @@ class Rank(Performer):
         self._commit_if_computed()
 
     def _gather_owed(self, row: Row | None) -> None:
-        """Gather what all ranks gather before this unit; None before they exchange something else."""
+        """Gather the units that all ranks gather before this one; with None, before another collective."""
         for other in self._gathering.preceding(row):
             self.do(actions.ParametersNeeded(other))
             self._gathering.gather(other)
@@ -453,7 +453,7 @@ class Rank(Performer):
                 check_newest(row)
                 row.computing = False
                 if not self._gathering.is_whole(row):
-                    violate("pinned", f"{row.name} was let go by all ranks while a module computed on it")
+                    violate("pinned", f"{row.name} was resharded while a module computed on it")
             row.pins -= 1
             self._gathering.leave(row, self.cycle.expected)
         self.poll()
@@ -461,7 +461,7 @@ class Rank(Performer):
     # Gradients #
 
     def _add(self, row: Row) -> None:
-        """The backward pass adds to the unit's gradients, once there is room."""
+        """Add gradients of the backward pass to the unit's. Waits for room."""
         if self.scheduler.waits_for_memory and self.worker.ended:
             self.poll()
         added = self._added.setdefault(row.index, 0)
@@ -479,7 +479,7 @@ class Rank(Performer):
         return False
 
     def _complete(self, row: Row) -> None:
-        """All of the unit's gradients have come in this pass."""
+        """Update the unit, if it is time, because its gradients of this pass are complete."""
         self._complete_units.add(row.index)
         if self._last and self._schedule == "backward":
             self._update_order.append(row.index)
@@ -495,23 +495,22 @@ class Rank(Performer):
             self.do(actions.GradientsPause())
 
     def _foresee(self, row: Row) -> None:
-        """The unit is gathered anew, on all ranks, also on those where its update is not speculative."""
+        """Let all ranks gather the unit again, even those on which it has no speculative update."""
         self._gathering.changed(row)
 
     def _drop(self) -> None:
-        """The step's gradients are nothing any more."""
+        """Drop the gradients of the step."""
         if self.roll_back_all(grads=False):
             self._foresight.rolled_back()
         for row in [self.rows[unit] for unit in self._added]:
-            if (
-                not row.gradients_are_used
-            ):  # else they are the last step's, whose update an interrupted pass has waited for
+            # Gradients in use are those of the last step: an interrupt has ended a wait for their update.
+            if not row.gradients_are_used:
                 self.grads.drop(row)
         self._added = {}
 
     def _zero_grad(self) -> None:
         if not self._under_way:
-            self._pass_failed = True  # as long as an interrupt may leave a part of the gradients
+            self._pass_failed = True  # an interrupt inside `_drop` may leave a part of the gradients
             self._drop()
             self._pass_failed = False
 
@@ -521,7 +520,7 @@ class Rank(Performer):
         return Due(row.wanted + 1, row.updates + 1, (self.step, self._added[row.index]), clips)
 
     def _update(self, row: Row, *, clips: bool = False) -> None:
-        """Update the unit as soon as its values are in memory; a speculative update is its update."""
+        """Request the update of the unit, or commit its speculative update."""
         self._under_way = True
         due = self._due(row, clips=clips)
         if row.speculative is not None:
@@ -548,7 +547,7 @@ class Rank(Performer):
             self._update_others()
         else:
             self.poll()
-            norm = norm if self._added else "quiet"  # that of no gradients is 0
+            norm = norm if self._added else "quiet"  # without gradients the norm is 0
             if norm == "overflow":
                 self._foresight.after_step(quiet=False)
                 self._drop()
@@ -570,7 +569,7 @@ class Rank(Performer):
         self._commit_if_computed()
 
     def _update_all(self, *, clips: bool) -> None:
-        """The norm is known: speculative updates stand or are rolled back, and the others are updated."""
+        """Commit speculative updates or, if the norm clips, roll them back; then update the other units."""
         rows = sorted([self.rows[unit] for unit in sorted(self._added)], key=self.cycle.first_use)
         others = [row for row in rows if row.speculative is None or clips]
         self.roll_back(*others)
@@ -580,7 +579,7 @@ class Rank(Performer):
             self._update(row, clips=clips)
 
     def roll_back_all(self, *, grads: bool = True) -> bool:
-        """Roll back all speculative updates; whether there was any."""
+        """Roll back all speculative updates. Return whether there were any."""
         rows = list(self.undecided)
         self.roll_back(*rows, grads=grads)
         return bool(rows)
@@ -591,7 +590,7 @@ class Rank(Performer):
                 self.do(actions.ParametersNeeded(row))
 
     def drain(self) -> None:
-        """Carry out every update, and wait for all of them."""
+        """Submit all updates, and wait for them."""
         self.roll_back_all()
         self._submit_due()
         while self.finish_one():
@@ -599,7 +598,7 @@ class Rank(Performer):
         self.poll()
         check_at_rest(self)
 
-    # Steps that stay #
+    # Committed steps #
 
     def _begin_speculation(self) -> None:
         self._write_changed()
@@ -607,13 +606,13 @@ class Rank(Performer):
             self._protect()
 
     def _protect(self) -> None:
-        """What the drives have now stays there until the next call."""
+        """Require that the present versions on the drives stay there until the next call."""
         for row in self.rows:
             row.protected = list(row.home)
         self.states.protect()
 
     def _before_updates(self) -> None:
-        """Updates are about to begin: what the last step has made must be kept before it is overwritten."""
+        """Commit the last step before updates begin, because they overwrite its values."""
         if not self.config.keeps:
             return
         if self._uncommitted:
@@ -631,7 +630,7 @@ class Rank(Performer):
             self._commit()
 
     def _commit(self) -> None:
-        """The drives have the last step, once writes are over: it stays until the next one is committed."""
+        """Commit the last step, after waiting for its writes. It stays on the drives until the next commit."""
         for row in self.rows:
             for write in row.ticket.writes if row.ticket is not None else ():
                 self.clock.wait(write)
@@ -662,7 +661,7 @@ class Rank(Performer):
 
     @contextmanager
     def _resident(self, row: Row, *, whole: bool = False) -> Iterator[Row]:
-        """The unit's newest parameters are in memory as long as the context lasts, if `whole` on all ranks together."""
+        """Keep the unit's newest parameters in memory in this context; if `whole`, all ranks gather them."""
         self.roll_back(row)
         if whole:
             self._gathering.drop_early()
@@ -675,7 +674,7 @@ class Rank(Performer):
             yield row
 
     def _look(self, units: tuple[int, ...], *, whole: bool) -> None:
-        """Somebody wants the newest parameters of units, of all of them at once."""
+        """Read the newest parameters of these units at once, as a user does."""
         if self._under_way:
             return
         try:
@@ -692,7 +691,7 @@ class Rank(Performer):
         check_world(self)
 
     def _change(self, unit: int) -> None:
-        """The user writes a unit's parameters, between two steps."""
+        """Write a unit's parameters between two steps, as a user does."""
         if self._under_way or self._added:
             return
         with self._resident(self.rows[unit]) as row:
@@ -705,7 +704,7 @@ class Rank(Performer):
     # The end #
 
     def close(self) -> None:
-        """Give everything back, after a failure too."""
+        """Release everything, even after a failure."""
         if not self.failed:
             self._drop()
             self.drain()

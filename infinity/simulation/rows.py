@@ -1,4 +1,4 @@
-"""A row of the scheduler, with versions in the place of values: a tile's is the number of updates that it has had."""
+"""A row of the scheduler with versions instead of values. The version of a tile is the number of its updates."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from infinity.simulation.worker import Ticket
     from infinity.zero.unit import Shared
 
-TORN, NOTHING = -1, -2  # in the place of a version on a drive
-Gradient = tuple[int, int]  # the step that it is of, and how many uses have added to it
+TORN, NOTHING = -1, -2  # instead of a version: it is being written or a transfer failed; there is no value
+Gradient = tuple[int, int]  # its step, and how many uses have added to it
 
 
 @dataclass(frozen=True)
 class Due:
-    """An update that was asked for.
+    """A requested update.
 
     Attributes:
-        target: version of what it makes; states: version of the states then.
-        grad: what it is made with.
-        clips: by the norm of all gradients.
+        target, states: versions of the parameters and of the states after it.
+        grad: the gradients that it applies.
+        clips: whether the norm of all gradients clips it.
     """
 
     target: int
@@ -41,8 +41,8 @@ class SpeculativeUpdate:
     """A speculative update, see [Note: speculative updates] in infinity/zero/speculation.py.
 
     Attributes:
-        tiles: those that it updates.
-        old_params: where the parameters from before it are: "slots", "states" or "images".
+        tiles: the tiles that it updates.
+        old_params: where the old parameters are: "slots", "states" or "images".
     """
 
     due: Due
@@ -52,22 +52,22 @@ class SpeculativeUpdate:
 
 
 class Row(UnitState):
-    """What the scheduler sees of a unit, and what performers and promises need beside it.
+    """The scheduler's view of a unit, and the facts that performers and promises need in addition.
 
     Attributes:
-        wanted: the newest version: updates that were asked for, and changes of users.
-        updates: updates that were asked for.
-        mem, home, kept: versions of the tiles in memory, on the drive, and in the drive's other slot, if there is one.
+        wanted: the newest version: the number of requested updates and of changes by users.
+        updates: the number of requested updates.
+        mem, home, kept: versions of the tiles in memory, at home, and in the drive's other slot, if there is one.
         protected: versions on the drive that must stay there.
-        stale: memory has something else than the newest version, which is on the drive.
-        fetch: what fills the memory.
-        readers, home_readers, home_writers: operations that read the memory, and that read and write the drive.
-        on_device: the optimizer states are on the device, and so are the gradients.
-        writing: the last write of all that differs at home.
+        stale: memory does not have the newest version, which is on the drive.
+        fetch: the operation that fills the memory.
+        readers, home_readers, home_writers: number of operations that read the memory, and read and write the home.
+        on_device: the optimizer states and gradients are on the device.
+        writing: the last `write_home` of all changed tiles, until it was awaited.
         computing: a module computes on the unit now.
-        staged, host_pins: it has host memory that it passes through, and who needs that.
-        upload: its values on their way from there.
-        params, shared: what the engine's `Gathering` asks of a unit.
+        staged, host_pins: whether it has staging memory, and how many operations need that.
+        upload: the upload of its values from staging memory.
+        params, shared: attributes that the engine's `Gathering` reads.
     """
 
     updates = 0
@@ -125,11 +125,11 @@ class Row(UnitState):
 
     @property
     def is_written_home(self) -> bool:
-        """A drive has a place for the values."""
+        """Whether a drive has a place for the values."""
         return (self.offloaded and not self.spec.host) or self.spec.is_double_buffered
 
     def put(self, values: list[int]) -> None:
-        """Change the values where they are in memory."""
+        """Set the versions of all tiles in memory."""
         if self.residency is not Residency.STORED or not self.spec.host:
             self.mem = list(values)
         if self.spec.has_device_shard or self.spec.host:
@@ -137,11 +137,11 @@ class Row(UnitState):
 
     @property
     def is_dirty(self) -> bool:
-        """The drive has not what memory has."""
+        """Whether memory has newer values than the home."""
         return not self.stale and self.home != self.mem
 
     def write_home(self, clock: Clock, versions: dict[int, int]) -> Operation:
-        """Start to write tiles of these versions to the drive."""
+        """Start to write tiles with these versions to the drive."""
         beside = {tile: self.begin_write_home(tile) for tile in versions}
 
         def end(write: Operation) -> None:
@@ -155,7 +155,7 @@ class Row(UnitState):
         return clock.start("write", self.index, end, tuple(versions))
 
     def begin_write_home(self, tile: int) -> bool:
-        """A tile is being written to the drive; whether that is to the other slot."""
+        """Mark a tile as being written to the drive. Return whether it goes to the other slot."""
         if self.home_readers:
             violate("race", f"the home of {self.name} is written while it is read")
         self.home_writers += 1
@@ -165,7 +165,7 @@ class Row(UnitState):
         return beside
 
     def read_home(self, clock: Clock) -> Operation:
-        """Start to read what is at home into memory."""
+        """Start to read the unit from its home into memory."""
         if self.home_writers:
             violate("race", f"the home of {self.name} is read while it is written")
         if any(version < 0 for version in self.home):

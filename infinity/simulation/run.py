@@ -1,4 +1,4 @@
-"""Runs a scenario on all of its ranks, call by call, and starts them again after a failure or a crash."""
+"""Runs a scenario on all of its ranks, call by call, and restarts them after a failure or a crash."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from infinity.zero import filling as filling_module
 
 @dataclass
 class Outcome:
-    """What a scenario came to.
+    """The result of a scenario.
 
     Attributes:
-        steps: of single ranks.
-        events: told to schedulers.
-        crashes: of all ranks together; `failures` are errors that ended them.
-        adopted: crashes after which each rank's drives were checked to have its last committed step.
-        violation: what does not hold, and where; None if all does.
+        steps: number of steps, summed over ranks.
+        events: number of events that schedulers received.
+        crashes, failures: number of crashes, and of errors, that ended the training of all ranks.
+        adopted: number of crashes after which each rank's drives were found to have its last committed step.
+        violation: the broken promise; None if there is none.
     """
 
     steps: int = 0
@@ -35,14 +35,14 @@ class Outcome:
     violation: Violation | None = None
 
     def add(self, other: Outcome) -> None:
-        """Count another one's, too."""
+        """Add the counts of another outcome."""
         for name in ("steps", "events", "crashes", "adopted", "failures"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.violation = self.violation or other.violation
 
 
 class _Agreement:
-    """What all ranks must see alike: each says the same as the first did."""
+    """Checks that all ranks report the same sequence of facts as the first rank."""
 
     def __init__(self, ranks: int) -> None:
         self._said: list[object] = []
@@ -60,9 +60,9 @@ class _Agreement:
         return agree
 
     def check(self) -> None:
-        """All ranks are through with a call."""
+        """Check after a call that all ranks have reported equally many facts."""
         if any(heard != len(self._said) for heard in self._heard):
-            violate("agreed", f"ranks are {self._heard} agreed events far")
+            violate("agreed", f"ranks have reported {self._heard} agreed events")
         self._said.clear()
         self._heard = [0] * len(self._heard)
 
@@ -78,7 +78,7 @@ class World:
         self._starts = 0
 
     def run(self) -> Outcome:
-        """Make all calls; stops at the first violation."""
+        """Make all calls. Stops at the first violation."""
         try:
             self._start([[0] * len(self._scenario.config.units)] * len(self._scenario.config.ranks))
             for call, last in with_last(self._scenario.calls):
@@ -86,10 +86,10 @@ class World:
             self._close()
         except Violation as violation:
             self.outcome.violation = violation
-        except Exception as error:  # of the code that is simulated
+        except Exception as error:  # raised by the simulated code
             at = traceback.extract_tb(error.__traceback__)[-1]
-            told = f"{type(error).__name__}: {error} ({Path(at.filename).name}, {at.name})"
-            self.outcome.violation = Violation("raises", told)
+            what = f"{type(error).__name__}: {error} ({Path(at.filename).name}, {at.name})"
+            self.outcome.violation = Violation("raises", what)
         self.outcome.events += sum(rank.events for rank in self.ranks)
         return self.outcome
 
@@ -134,7 +134,7 @@ class World:
             self.outcome.crashes += 1
             survived = [self._survives(rank) for rank in self.ranks]
             self.outcome.adopted += all(rank.committed is not None for rank in self.ranks)
-            # Ranks die apart here, and not in the middle of a collective: several begin again from a checkpoint.
+            # Ranks do not die inside of a collective here, so their steps may differ: several ranks start again.
             self._start(survived if len(survived) == 1 else [[0] * len(versions) for versions in survived])
             return
         except (StorageError, CapacityError) as error:
@@ -151,7 +151,7 @@ class World:
             self._fail(None)
 
     def _fail(self, error: Exception | None) -> None:
-        """An error has ended the training of all ranks, which begins again from a checkpoint."""
+        """End the training of all ranks after an error, and restart it from a checkpoint."""
         if isinstance(error, CapacityError):
             violate("refusal", str(error))
         self.outcome.failures += 1
@@ -163,7 +163,7 @@ class World:
 
     @staticmethod
     def _survives(rank: Rank) -> list[int]:
-        """The versions that the drives have after a crash; those of a checkpoint where no step is kept."""
+        """Return the versions on the drives after a crash; those of a checkpoint if no step was committed."""
         if rank.committed is None:
             return [0] * len(rank.rows)
         check_committed(rank)
@@ -171,7 +171,7 @@ class World:
 
 
 def with_last(calls: tuple[Call, ...]) -> list[tuple[Call, bool]]:
-    """Each call, and whether it is the last training pass of its step."""
+    """Return each call, and whether it is the last training pass of its step."""
     pairs: list[tuple[Call, bool]] = []
     last = False
     for call in reversed(calls):
@@ -182,22 +182,22 @@ def with_last(calls: tuple[Call, ...]) -> list[tuple[Call, bool]]:
 
 
 def simulate(scenario: Scenario, trace: Callable[[str], None] | None = None) -> Outcome:
-    """Run a scenario from its start to its end, or to the first promise that is broken."""
-    told, filling_module._log.disabled = filling_module._log.disabled, True  # to its user, of states that leave
+    """Run a scenario to its end, or to the first promise that is broken."""
+    before, filling_module._log.disabled = filling_module._log.disabled, True  # its warnings are for users
     try:
         return World(scenario, trace).run()
     finally:
-        filling_module._log.disabled = told
+        filling_module._log.disabled = before
 
 
 def search(scenario_of: Callable[[int, Outcome], Scenario | None], seed: int) -> tuple[Outcome, int]:
-    """Simulate seed after seed, up to a violation or to where there are no more scenarios.
+    """Simulate seed after seed, until a violation or the last scenario.
 
     Args:
-        scenario_of: the scenario of a seed, given what those before it came to together.
+        scenario_of: returns the scenario of a seed, or None to end; its second argument is the outcome so far.
 
     Returns:
-        What they came to, and the first seed that was not simulated.
+        The sum of the outcomes, and the first seed that was not simulated.
     """
     total = Outcome()
     while total.violation is None and (scenario := scenario_of(seed, total)) is not None:

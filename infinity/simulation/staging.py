@@ -1,6 +1,6 @@
-"""Host memory that units pass through, where the device has a memory of its own; what tiers/params.py does.
+"""Staging memory of a device with a memory of its own, as in tiers/params.py.
 
-A unit whose home is host memory passes through that, and takes nothing of the budget.
+A unit whose home is host memory needs no staging memory: its home is used instead.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from infinity.simulation.rows import Row
 
 
 class Staging:
-    """A budget of bytes; a unit keeps its part until nobody needs it and its upload is over.
+    """The budget of staging memory. A unit keeps its part until no operation needs it and its upload has ended.
 
     Args:
-        capacity_bytes: 0 where host and device are one memory.
+        capacity_bytes: 0 if host and device are one memory.
     """
 
     def __init__(self, clock: Clock, capacity_bytes: int) -> None:
         self._clock = clock
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
-        self._leaving: dict[Row, None] = {}  # nobody needs their parts, which are still being read
+        self._leaving: dict[Row, None] = {}  # units whose part is only needed until their upload has ended
 
     def is_needed(self, row: Row) -> bool:
-        """The unit passes through host memory."""
+        """Whether the unit passes through host memory."""
         return self._capacity_bytes > 0 and not row.on_device
 
     def open(self, row: Row) -> bool:
-        """Have memory for the unit's values, for a fetch, an update or a write; False if others hold it all."""
+        """Take memory for a fetch, an update or a write of the unit. Return False if other units hold all of it."""
         if not self.is_needed(row):
             return True
         if row in self._leaving:
@@ -47,12 +47,12 @@ class Staging:
         return True
 
     def upload(self, row: Row) -> None:
-        """The values go to the device, behind what it does now."""
+        """Start to upload the values to the device."""
         if self.is_needed(row):
             row.upload = self._clock.start("upload", row.index)
 
     def close(self, row: Row) -> None:
-        """The values may leave host memory."""
+        """Release the memory, once its upload has ended."""
         if self.is_needed(row):
             row.host_pins -= 1
             if not row.host_pins:
@@ -71,4 +71,4 @@ class Staging:
 
     def check(self) -> None:
         if self._used_bytes > self._capacity_bytes:
-            violate("ledger", f"{self._used_bytes} bytes on the way are used, of {self._capacity_bytes}")
+            violate("ledger", f"{self._used_bytes} bytes of staging memory are used, of {self._capacity_bytes}")

@@ -1,7 +1,7 @@
-"""Optimizer states with versions in the place of values: the engine's own tiles, slots and ring on a simulated drive.
+"""Optimizer states with versions instead of values: the engine's own tiles, slots and ring on a simulated drive.
 
-The version of a tile's states is the number of updates that it has had. Tiles whose home is the drive pass through the
-ring; the engine's coherence protocol refuses what would read or write a wrong copy.
+The version of a tile's states is the number of its updates. Tiles whose home is the drive pass through the ring. The
+engine's coherence protocol raises if an operation would read or write a wrong copy.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class States:
     """The optimizer states of one rank.
 
     Args:
-        slots: of the ring.
+        slots: number of slots of the ring.
         device: memory of states on the device.
-        double_buffered: a tile on the drive has two places there.
-        written_through: each tile has.
+        double_buffered: whether a tile whose home is the drive has two places on it.
+        written_through: whether every tile has places on the drive.
 
     Attributes:
-        store, ring: the engine's.
+        store, ring: the engine's store and ring.
         protected: versions of tiles on the drive that must stay there.
     """
 
@@ -66,7 +66,7 @@ class States:
         self._slots = slots
         waits: Any = SimpleNamespace(waiting=lambda _: nullcontext())
         self.ring = Ring(self.store, cast(Any, [Memory() for _ in range(slots)]), waits)
-        self._before: dict[Tile, int] = {}  # versions in the undo log, of tiles that are in memory alone
+        self._before: dict[Tile, int] = {}  # the undo log: old versions of tiles that are only in memory
         self.protected: dict[Tile, int] = {}
         self._all = [tile for unit in range(len(units)) for tile in self.store.units[unit].tiles]
         for tile in self._all:
@@ -77,11 +77,11 @@ class States:
         device.is_filling = True
 
     def keeps_all(self, unit: int) -> bool:
-        """An update that is submitted now would keep all old states of the unit on the drive."""
+        """Whether an update that is submitted now keeps all old states of the unit on the drive."""
         return all(map(self.store.can_roll_back, self.store.units[unit].tiles))
 
     def can_roll_back(self, unit: int, tile: int) -> bool:
-        """An update of the tile could be undone; see `Rollback.reversible_tiles`."""
+        """Whether an update of the tile can be rolled back; see `Rollback.reversible_tiles`."""
         each = self.store.units[unit].tiles[tile]
         return self.store.can_roll_back(each) or each.is_in_memory_alone
 
@@ -92,12 +92,12 @@ class States:
     # Updates #
 
     def begin(self, tile: Tile) -> None:
-        """Have the tile in memory, to be changed."""
+        """Bring the tile into memory, and begin to change it."""
         self.ring.hold(tile)
         tile.begin_write(_HOST)
 
     def end(self, tile: Tile, target: int, *, keeps: bool) -> list[Operation]:
-        """The tile has become version `target`; returns its write, if there is one."""
+        """Set the tile to version `target`. Return its write, if there is one."""
         memory = self._memory(tile)
         if memory.value != target - 1:
             violate("once", f"{tile.name} are at {memory.value}, and become {target}")
@@ -108,7 +108,7 @@ class States:
         return self.release(tile)
 
     def update_on_device(self, unit: int, target: int) -> None:
-        """The device updates a unit whose states it has."""
+        """Update a unit whose states are on the device."""
         with self.store.units[unit].changing_on_device():
             for tile in self.store.units[unit].tiles:
                 version = self._device_versions(unit).get(tile.start)
@@ -117,23 +117,23 @@ class States:
                 self._device_versions(unit)[tile.start] = target
 
     def release(self, tile: Tile) -> list[Operation]:
-        """The tile may leave memory; what was not changed to its end is lost."""
+        """Allow the tile to leave memory, and return its write. A change that has not ended is dropped."""
         write = self.ring.release(tile)
         return [] if write is None else [cast(Transfer, write).operation]
 
     @staticmethod
     def arriving(tile: Tile) -> Operation | None:
-        """The read of the tile into the ring, while it is under way."""
+        """Return the read of the tile into the ring while it is in flight, else None."""
         move = tile.arriving(_HOST)
         return None if move is None or move.transfer.done() else cast(Transfer, move.transfer).operation
 
     def forget(self, unit: int) -> None:
-        """A speculative update stands."""
+        """Drop the undo log of a unit, whose speculative update was committed or rolled back."""
         for tile in self.store.units[unit].tiles:
             self._before.pop(tile, None)
 
     def roll_back(self, unit: int, tiles: Sequence[int]) -> None:
-        """Have these tiles as they were before a speculative update."""
+        """Roll back a speculative update of these tiles."""
         for tile in [self.store.units[unit].tiles[index] for index in tiles]:
             if tile in self._before:
                 self._memory(tile).value = self._before.pop(tile)
@@ -142,13 +142,13 @@ class States:
                 self.ring.roll_back(tile)
 
     def reconstruct(self, unit: int, tiles: Sequence[int], target: int) -> None:
-        """Read both versions of tiles that have become `target`, which tell the gradients and the parameters."""
+        """Read the versions before and after `target`, from which gradients and parameters are reconstructed."""
         for tile in [self.store.units[unit].tiles[index] for index in tiles]:
             self.ring.hold(tile)
             with self.ring.before(tile) as place:
                 found = cast(Memory, place).value, self._memory(tile).value
                 if found != (target - 1, target):
-                    violate("lost", f"{tile.name} are at {found}, and tell no update to {target}")
+                    violate("lost", f"{tile.name} are at {found}: an update to {target} cannot be reconstructed")
             self.ring.release(tile)
 
     @staticmethod
@@ -159,7 +159,7 @@ class States:
     # Promises #
 
     def protect(self) -> None:
-        """What the drive has now stays there until the next call."""
+        """Require that the present versions on the drive stay there until the next call."""
         self._drive.slots.next_epoch()
         for tile in self._all:
             if isinstance(tile.extent, SlotExtent):
@@ -174,7 +174,7 @@ class States:
                 violate("crash", f"{tile.name} are committed at {version}, and the drive has {found}")
 
     def check_at(self, unit: int, wanted: int) -> None:
-        """All updates of the unit are over."""
+        """Check that all tiles of the unit have had this number of updates."""
         for tile in self.store.units[unit].tiles:
             if tile.home is _HOST:
                 version = self._memory(tile).value
@@ -186,10 +186,10 @@ class States:
                 newest = extent.slots[extent.newest[0]] if isinstance(extent, SlotExtent) else extent
                 version = self._drive.value(newest)
             if version != wanted:
-                violate("once", f"{tile.name} have had {version} updates, and {wanted} were asked for")
+                violate("once", f"{tile.name} have had {version} updates, and {wanted} were requested")
 
     def close(self, *, failed: bool) -> None:
-        """Wait for all transfers; every slot is free then, unless an interrupt has left a tile held."""
+        """Wait for all transfers. Then every slot must be free, unless the engine has failed."""
         self.ring.clear()
         if len(self.ring._free) != self._slots and not failed:
             violate("closed", f"{self._slots - len(self.ring._free)} slots of the ring are held")

@@ -1,4 +1,4 @@
-"""The optimizer's worker: takes updates in the order of the engine's own queue, and updates them tile by tile."""
+"""The optimizer's worker: takes updates in the order of the engine's own queue, and performs them tile by tile."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Ticket:
     """An update in the queue.
 
     Attributes:
-        tiles: those that are left.
-        ready: what it waits for.
+        tiles: the remaining tiles.
+        ready: operations that it waits for.
         write: each tile is written home once it is updated.
-        keeps: its gradients may be of use again.
-        logs: its old states may be, too: nobody has decided on it yet.
-        drops_grads: both slots of the states tell the gradients, so that their memory serves others.
-        images: tiles of the undo log that it takes.
-        chosen: the worker is at it, or has been.
+        keeps: its gradients are kept, for a rollback.
+        logs: it is speculative and undecided, so its old states are kept, too.
+        drops_grads: the memory of its gradients is freed: they can be reconstructed from both slots of the states.
+        images: tiles that it takes in the undo log.
+        chosen: whether the worker has begun it.
     """
 
     row: Row
@@ -62,11 +62,12 @@ class Ticket:
 
 
 class Worker:
-    """Works whenever the clock says.
+    """Performs updates, in turns that the clock starts.
 
     Attributes:
-        queue: the engine's.
-        ended: tickets that are computed, and that nobody has taken note of.
+        queue: the engine's queue.
+        ended: tickets that are computed, until the compute thread finishes them.
+        at: the ticket of the present tile, or None.
     """
 
     def __init__(self, clock: Clock, states: States) -> None:
@@ -88,7 +89,7 @@ class Worker:
         self._wake()
 
     def withdraw(self, ticket: Ticket) -> bool:
-        """Have an update not take place; False if the worker is at it, or has been."""
+        """Cancel an update. Return False if the worker has begun it."""
         if ticket.chosen:
             return False
         self.queue.remove(ticket)
@@ -96,7 +97,7 @@ class Worker:
         return True
 
     def stop(self, tickets: Sequence[Ticket]) -> None:
-        """Have these updates go no further."""
+        """End these updates after the present tile."""
 
         def stop() -> None:
             for ticket in tickets:
@@ -106,14 +107,14 @@ class Worker:
         self.between_tiles(stop)
 
     def between_tiles(self, task: Callable[[], object]) -> None:
-        """Have the worker call a function between two tiles, and wait for that."""
+        """Let the worker call a function between two tiles, and wait until it has."""
         self._tasks.append(task)
         self._wake()
         while task in self._tasks:
             self._clock.wait_for_next()
 
     def park(self) -> None:
-        """Wait until nothing is done any more, and nothing is read ahead; no update may be in the queue."""
+        """Wait until the worker is idle, and drop tiles that were read ahead. The queue must be empty."""
         if self.queue:
             violate("legal", "optimizer states are moved while updates are queued")
         self.queue.expect(())
@@ -128,20 +129,20 @@ class Worker:
             self._clock.start("pick", -1, self._pick)
 
     def _pick(self, _: Operation | None = None) -> None:
-        """What the engine's worker does between two tiles."""
-        self._wakes = True  # as long as it waits for the drive
+        """Run tasks, read tiles ahead, and choose the next tile, as the engine's worker does between two tiles."""
+        self._wakes = True  # while it waits for the drive
         self.states.ring.reap()
         while self._tasks:
             self._tasks[0]()
             del self._tasks[0]
         try:
             self._read_ahead()
-        except InfinityError:  # of the drive, or of a tile whose write has failed; its update raises it again
+        except InfinityError:  # the tile's update will raise it again
             self.queue.expect(())
         self.at = self._reading.next()
         self._wakes = False
         if self.at is None:
-            if not self.queue:  # else a wake would repeat what has just led to nothing
+            if not self.queue:  # else the worker would wake up and find nothing to do again
                 self._wake()
             return
         self.at.chosen = True

@@ -1,4 +1,4 @@
-"""What a step cost: bytes moved, seconds stalled, peaks reached; and what ran when."""
+"""Measurements of a running engine: bytes moved, stalls and memory peaks of each step, and a timeline of operations."""
 
 from infinity.telemetry.counters import Counters, StallCause, StepStats, Waits
 from infinity.telemetry.monitor import Monitor

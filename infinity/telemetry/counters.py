@@ -1,7 +1,7 @@
-"""Counters that every room adds to and `engine.stats()` reads.
+"""Counters of bytes, seconds and stalls, from which `engine.stats()` is made.
 
-Counters only ever grow while a step runs; `Counters.end_step` turns the growth since the last step into
-one frozen `StepStats`. Adding is thread-safe: the optimizer's worker counts beside the compute thread.
+All parts of the engine add to the counters of the running step. `Counters.end_step` returns them as a frozen
+`StepStats` and resets them. The optimizer's worker thread adds, too, so byte and optimizer counters have a lock.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import Enum
 
 from infinity.telemetry.timeline import Lane, Timed, Timeline, Times
 
-_SHOWN_S = 10e-6  # below that there was nothing to wait for
+_SHOWN_S = 10e-6  # shorter waits are the cost of the call, and are not shown in the timeline
 _LANE = {
     "nvme_read": Lane.PREFETCH,
     "nvme_write": Lane.WRITE_BACK,
@@ -28,8 +28,8 @@ _LANE = {
 class StallCause(str, Enum):
     """What a thread waited for.
 
-    `ALLOCATOR` is the time that getting or freeing memory takes. A wait until somebody gives memory up is booked by
-    what that somebody is doing.
+    `ALLOCATOR` is the time of allocating and freeing memory. If a thread waits until an operation frees memory, the
+    wait has the cause of this operation, such as `DISK_WRITE`.
     """
 
     DISK_READ = "disk_read"
@@ -41,23 +41,23 @@ class StallCause(str, Enum):
 
 
 class Waits:
-    """What a worker thread has waited for so far: a thread that waits for the worker reads it before and after.
+    """Seconds that a worker thread has waited, by cause.
 
-    The one thread that waits calls `waiting`; any thread may call `totals_s`.
+    Only the worker calls `waiting`. A thread that waits for it calls `totals_s` before and after, to learn the cause.
 
     Args:
-        timeline: where the waits are shown, among what the worker does.
+        timeline: records the waits in the lane `UPDATE_WAIT`.
     """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self._timeline = timeline
         self._lock = threading.Lock()
         self._totals_s: defaultdict[StallCause, float] = defaultdict(float)
-        self._current: tuple[StallCause, float] | None = None  # and since when
+        self._current: tuple[StallCause, float] | None = None  # the wait under way: its cause and start time
 
     @contextmanager
     def waiting(self, cause: StallCause) -> Iterator[None]:
-        """The worker waits for `cause` while the context lasts; contexts do not nest."""
+        """Count the time of the context as a wait for `cause`. Contexts must not be nested."""
         start_s = time.perf_counter()
         with self._lock:
             self._current = (cause, start_s)
@@ -72,7 +72,7 @@ class Waits:
                 self._timeline.record(Lane.UPDATE_WAIT, cause.value, Times(start_s, start_s, end_s))
 
     def totals_s(self) -> dict[StallCause, float]:
-        """Seconds by cause, with those of the wait that is under way."""
+        """Return the seconds by cause, including the wait that is under way."""
         with self._lock:
             totals_s = dict(self._totals_s)
             if self._current is not None:
@@ -83,19 +83,19 @@ class Waits:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What the last step cost.
+    """Measurements of the last step.
 
     Attributes:
         phase_s: wall seconds of the compute thread by phase (`forward`, `backward`, `update`).
-        tier_bytes: bytes whose move was started since the last step ended (setting up and checkpoints left out), by
-            route: `nvme_read`, `nvme_write`, `host_to_device`, `device_to_host`.
-        stall_s: seconds of these phases that the compute thread waited, by `StallCause` value.
-        outside_stall_s: seconds that it waited outside of these phases since the last step, by cause: in evaluation,
-            `synchronize`, reading parameters.
+        tier_bytes: bytes of the transfers started since the previous step ended, without those of `initialize` and
+            checkpoints, by route: `nvme_read`, `nvme_write`, `host_to_device`, `device_to_host`.
+        stall_s: seconds that the compute thread waited in these phases, by `StallCause` value.
+        outside_stall_s: seconds that it waited outside of these phases since the previous step, by cause: in
+            evaluation, in `synchronize`, and while parameters are read.
         peak_bytes: high-water mark since the start, by tier (`host`, `device`).
         optimizer_s: seconds that the optimizer's own thread spent computing (it overlaps with the phases).
-        grad_norm: global gradient norm before clipping, or None where the schedule does not need it.
-        skipped: the optimizer did not run because the gradients were not finite.
+        grad_norm: global gradient norm before clipping; None if the schedule does not compute it.
+        skipped: True if the optimizer did not run because the gradients were not finite.
     """
 
     phase_s: dict[str, float] = field(default_factory=dict)
@@ -112,11 +112,11 @@ class Counters:
     """Running totals of one engine.
 
     Args:
-        timeline: has everything that is counted recorded as well.
+        timeline: also records each transfer, update, phase and wait that is counted.
 
     Attributes:
-        waiting: what the compute thread waits for right now, and since when (`time.perf_counter`).
-        step_wall_s: from the end of the step before the last to that of the last; None before there are two.
+        waiting: cause and start time (`time.perf_counter`) of the compute thread's present wait, or None.
+        step_wall_s: seconds between the ends of the last two steps; None before the second step has ended.
     """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
@@ -131,13 +131,13 @@ class Counters:
         self.waiting: tuple[StallCause, float] | None = None
         self.step_wall_s: float | None = None
         self._step_ended_s: float | None = None
-        self._booked_s = 0.0  # of all stalls so far, so that one within another is not counted twice
+        self._booked_s = 0.0  # the sum of all stalls so far; an outer stall subtracts the stalls nested in it
 
     def moved(self, route: str, nbytes: int, move: Timed, unit: int | None = None, field: str = "") -> None:
-        """Count `nbytes` over `route`, for example `nvme_read`, when the move is started.
+        """Count `nbytes` over `route`, for example `nvme_read`. Called when the transfer starts.
 
         Args:
-            move: tells the timeline when it ran.
+            move: the transfer, from which the timeline later takes its times.
             unit, field: what is moved.
         """
         with self._lock:
@@ -146,7 +146,7 @@ class Counters:
             self.timeline.record(_LANE[route], field, move, unit, nbytes)
 
     def updated(self, unit: int, nbytes: int, start_s: float) -> None:
-        """Count the arithmetic of the optimizer's own thread on `nbytes` of states, from `start_s` until now."""
+        """Count an update of `nbytes` of states, which the optimizer's thread computed from `start_s` until now."""
         end_s = time.perf_counter()
         with self._lock:
             self._optimizer_s += end_s - start_s
@@ -169,16 +169,16 @@ class Counters:
                 self.timeline.record(Lane.PHASE, name, Times(start_s, start_s, end_s))
 
     def stalled(self, cause: StallCause, worker: Waits | None = None) -> AbstractContextManager[None]:
-        """Time a wait of the compute thread. The context may be used again after its end.
+        """Return a context that times a wait of the compute thread. It may be entered again after its end.
 
         Args:
-            worker: what is waited for is the work of this thread; what that thread itself waits for meanwhile is
-                booked by its own cause, and only the rest under `cause`.
+            worker: the waits of the worker thread, if the compute thread waits for it. The time that the worker waits
+                meanwhile counts under the worker's own causes, and only the rest under `cause`.
         """
         return _Stall(self, cause, worker)
 
     def _book(self, cause: StallCause, seconds: float, end_s: float) -> None:
-        """Without the lock: only the compute thread stalls, and only it ends steps."""
+        """Add a stall. Needs no lock: only the compute thread stalls and ends steps."""
         if seconds <= 0:
             return
         (self._stall_s if self._in_phase else self._outside_stall_s)[cause.value] += seconds
@@ -189,7 +189,7 @@ class Counters:
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Leave out what is counted meanwhile: `name` (a checkpoint, say) is no training. Nothing else may run."""
+        """Discard what is counted in this context, since `name` (a checkpoint) is no training. Nothing else may run."""
         with self._lock:
             tier_bytes, optimizer_s = dict(self._tier_bytes), self._optimizer_s
             outside_stall_s = dict(self._outside_stall_s)
@@ -203,7 +203,7 @@ class Counters:
                 self._optimizer_s = optimizer_s
 
     def end_step(self, peak_bytes: dict[str, int], grad_norm: float | None = None, skipped: bool = False) -> StepStats:
-        """Return what was counted since the last call, and start from zero."""
+        """Return what was counted since the last call, and reset the counters."""
         with self._lock:
             stats = StepStats(
                 phase_s=dict(self._phase_s),
@@ -228,7 +228,7 @@ class Counters:
 
 
 class _Stall(AbstractContextManager[None]):
-    """One wait. A class, since a generator would cost several microseconds, a few times for every unit that moves."""
+    """Context of one wait. It is a class because a generator costs several microseconds, several times per unit."""
 
     __slots__ = ("_around", "_booked_before_s", "_cause", "_counters", "_start_s", "_waits_before_s", "_worker")
 

@@ -1,4 +1,4 @@
-"""What training tells TensorBoard, Weights & Biases or CSV files, as the configuration's sections say.
+"""Writes events of a training to TensorBoard, Weights & Biases or CSV files, as the configuration says.
 
 An event is (name, value, samples so far).
 """
@@ -24,21 +24,21 @@ Event = tuple[str, float, int]
 
 
 def tier_costs(stats: StepStats) -> dict[str, float]:
-    """What a step moved (`tiers/nvme_read_gb`) and waited for (`tiers/disk_read_wait_s`), by name."""
+    """Return the transfers of a step (`tiers/nvme_read_gb`) and its waits (`tiers/disk_read_wait_s`), by name."""
     moved = {f"tiers/{route}_gb": nbytes / 1e9 for route, nbytes in stats.tier_bytes.items()}
     return moved | {f"tiers/{cause}_wait_s": seconds for cause, seconds in stats.stall_s.items()}
 
 
 def tier_peaks(stats: StepStats) -> dict[str, float]:
-    """The peak of each memory (`tiers/peak_host_gb`), by name."""
+    """Return the peak of each memory (`tiers/peak_host_gb`), by name."""
     return {f"tiers/peak_{tier}_gb": nbytes / 1e9 for tier, nbytes in stats.peak_bytes.items()}
 
 
 def check_packages(config: MonitorConfig) -> None:
-    """See that what the configuration wants to write with is installed.
+    """Check that the packages of the enabled writers are installed.
 
     Raises:
-        ConfigError: it is not; the message has the command.
+        ConfigError: a package is missing. The message contains the command that installs it.
     """
     for package, section in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
         if section is not None and find_spec(package) is None:
@@ -49,13 +49,13 @@ def check_packages(config: MonitorConfig) -> None:
 
 
 class Monitor:
-    """All that one process writes events to; nothing, in most processes.
+    """The event writers of this process. Most processes have none.
 
-    A writer that fails is closed, with a warning: training goes on without it.
+    A writer that fails is removed with a warning, and training continues.
 
     Args:
-        config: what is wanted.
-        writes: this is the process that writes.
+        config: which writers are enabled.
+        writes: whether this process is the one that writes.
     """
 
     def __init__(self, config: MonitorConfig, *, writes: bool) -> None:
@@ -65,19 +65,19 @@ class Monitor:
 
     @property
     def enabled(self) -> bool:
-        """Somebody writes: this process or, for all, rank 0."""
+        """Whether any process writes events: this one, or rank 0 for all."""
         return self._config.enabled
 
     @property
     def writes(self) -> bool:
-        """Events of this process are written."""
+        """Whether this process writes events."""
         return bool(self._writers)
 
     def open(self) -> None:
-        """Begin to write.
+        """Open the writers, if this process writes.
 
         Raises:
-            ConfigError: what the configuration wants cannot be opened.
+            ConfigError: a writer cannot be opened.
         """
         config = self._config
         if not self._writes:
@@ -93,13 +93,13 @@ class Monitor:
             undo.pop_all()
 
     def follow(self) -> Monitor:
-        """What goes on in the place of this one, which writes nothing more."""
+        """Return a new monitor that takes over the open writers; this one writes nothing more."""
         other = Monitor(self._config, writes=self._writes)
         self._writers, other._writers = [], self._writers
         return other
 
     def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
-        """Write events in all places; nothing on other ranks than the one that writes.
+        """Write events with all writers. Does nothing on ranks that have none.
 
         Args:
             event_list: (name, number, samples so far); the number may be a tensor of one element.
@@ -110,12 +110,12 @@ class Monitor:
         for writer in list(self._writers):
             try:
                 writer.write(events)
-            except Exception as error:  # of a library, a network or a disk: no reason to lose what is trained
-                _log.warning("%s takes no more events, and is left out from here on: %s", writer, error)
+            except Exception as error:  # a library, network or disk error must not end the training
+                _log.warning("%s failed; later events are not written to it: %s", writer, error)
                 self._writers.remove(writer)
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Flush and close all writers."""
         while self._writers:
             writer = self._writers.pop()
             try:
@@ -128,7 +128,7 @@ _ADVICE = {"wandb": " (with WANDB_MODE=offline in the environment, it needs no a
 
 
 class _Writer(ABC):
-    """One place for events."""
+    """Writes events to one destination."""
 
     @abstractmethod
     def write(self, events: Sequence[Event]) -> None: ...
@@ -166,7 +166,7 @@ class _TensorBoard(_Writer):
 
 
 class _Wandb(_Writer):
-    """A run of its own, or the one that the script has begun, which stays the script's."""
+    """Logs to the run that the script has begun and will finish, or else to a run that this class begins."""
 
     def __init__(self, config: Any) -> None:
         import wandb  # type: ignore[import-not-found]  # noqa: PLC0415  (optional, and slow)
@@ -180,7 +180,7 @@ class _Wandb(_Writer):
         by_samples: dict[int, dict[str, float]] = {}
         for name, value, samples in events:
             by_samples.setdefault(samples, {})[name] = value
-        for samples, values in sorted(by_samples.items()):  # wandb takes no step before the last one
+        for samples, values in sorted(by_samples.items()):  # wandb ignores a step that is lower than the last one
             self._run.log(values, step=samples)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class _Wandb(_Writer):
 
 
 class _Csv(_Writer):
-    """A file for each name, `Train_Samples_lr.csv`, which goes on where an earlier run of the job has ended."""
+    """Appends to one file per name, such as `Train_Samples_lr.csv`, also if an earlier run of the job wrote it."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

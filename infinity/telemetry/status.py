@@ -1,15 +1,15 @@
-"""What a run tells others on its machine: one small file an engine, replaced once a second, removed at the end.
+"""The status file of a run, which `infinity top` reads: one per engine, replaced every second, removed at the end.
 
 [Note: where the files are]
-In a directory of the user's own, which nobody else may write to, on the machine that the run is on: below
-$XDG_RUNTIME_DIR where there is one, or else in /dev/shm, which are memory both; without them in /tmp, maybe on a drive.
-Such a directory may go while the run goes on (the last login has ended): the next file is written where there is one
-then. Who reads looks at all of them.
+In a directory that belongs to the user, and to which no other user may write: below $XDG_RUNTIME_DIR if it is set, or
+else in /dev/shm, which are both in memory; without them in /tmp, which may be on a drive. The system may remove such a
+directory during the run, at the user's last logout. The next file is then written to the first usable directory.
+Readers look in all directories.
 
 [Note: who is alive]
-A process that is killed leaves its file. So the file has the process's number with the moment it was started, which no
-later process of that number shares. A process of another container has another numbering: there, what has been silent
-for long counts as ended.
+A process that is killed leaves its file behind. The file therefore contains the process's number and start time; a
+later process may get the same number, but not the same start time. Processes of another container have other numbers:
+such a run counts as ended after `SILENT_S` without a new file.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from infinity.config.typed import Amount, Count, Positive, Real, parsed
 from infinity.telemetry.tasks import read_task
 
 PERIOD_S = 1.0
-SILENT_S = 15.0  # without a word: the interpreter is held up, or the process stopped
-_KEPT_S = 120.0  # the file of a process that has gone, so that somebody may find out
+SILENT_S = 15.0  # without a new file: the interpreter is blocked, or the process is stopped
+_KEPT_S = 120.0  # how long the file of a dead process is kept, so that users can see that it died
 _VERSION = 1
 _MOST_BYTES = 1 << 20
-_END_S = 5.0  # for a thread to end that hangs in a filesystem
+_END_S = 5.0  # how long to wait for the thread, which may hang in a filesystem
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
@@ -48,7 +48,7 @@ _numbers = itertools.count(1)
 
 
 def directories() -> list[Path]:
-    """Where this user's runs may have their files, the best first; see [Note: where the files are]."""
+    """Return the directories for status files of this user, the best first; see [Note: where the files are]."""
     user = os.geteuid()
     given = os.environ.get("XDG_RUNTIME_DIR")
     found = [Path(given) / "infinity"] if given else []
@@ -57,13 +57,13 @@ def directories() -> list[Path]:
 
 
 def _is_private(directory: Path) -> bool:
-    """It is this user's, and nobody else may write there."""
+    """Whether the directory belongs to this user, and no other user may write to it."""
     about = directory.lstat()
     return stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
 
 
 def _made() -> Path:
-    """The first directory that can be used."""
+    """Return the first usable directory, and create it if needed."""
     for directory in directories():
         with suppress(OSError):
             with suppress(FileExistsError):
@@ -77,10 +77,10 @@ def _made() -> Path:
 
 
 class Publisher:
-    """Tells what one engine does, from a thread, until it is closed. Whatever fails here, training goes on.
+    """Writes the status of one engine from a thread, until `close`. Errors do not reach the training.
 
     Args:
-        sample: what is to be told, as JSON has it; called in the thread.
+        sample: returns the status as JSON values; called in the thread.
     """
 
     def __init__(self, sample: Callable[[], Mapping[str, Any]]) -> None:
@@ -93,14 +93,14 @@ class Publisher:
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name="infinity-status", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError as error:  # no thread is to be had
+        except RuntimeError as error:  # the system has no thread left
             _log.info("infinity top will not see this run: %s", error)
             self._thread = None
             return
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the thread, and remove the file. A forked child leaves both to its parent."""
+        """End the thread, and remove the file. Does nothing in a forked child: both belong to the parent."""
         if self._thread is None or os.getpid() != self._owner:
             return
         thread, self._thread = self._thread, None
@@ -115,14 +115,14 @@ class Publisher:
             forget_ended()
         while True:
             try:
-                self._tell()
-            except Exception as error:  # of a disk, or of an engine that changes while it is looked at
-                _log.debug("the status of this run is not told: %s", error)
+                self._write()
+            except Exception as error:  # a disk error, or the engine changed during the sample
+                _log.debug("the status of this run cannot be written: %s", error)
             if self._over.wait(PERIOD_S):
                 self._remove()
                 return
 
-    def _tell(self) -> None:
+    def _write(self) -> None:
         text = json.dumps({**self._self, **self._sample(), "told_unix_s": time.time()})
         if self._path is None or not self._path.parent.is_dir():
             self._path = _made() / self._name
@@ -153,12 +153,12 @@ def _this_process() -> dict[str, Any]:
 
 
 def _text(word: str) -> str:
-    """Arguments and paths may be any bytes, which JSON has no text for."""
+    """Return the word without surrogates: arguments and paths may contain bytes that are no text in JSON."""
     return word.encode("utf-8", "backslashreplace").decode()
 
 
 def _started(pid: int) -> int | None:
-    """When a process was started, in ticks since the machine was; None if there is none."""
+    """Return when a process was started, in ticks since boot; None if it does not exist or has ended."""
     try:
         task = read_task(Path(f"/proc/{pid}"))
     except OSError:
@@ -167,7 +167,7 @@ def _started(pid: int) -> int | None:
 
 
 def _namespace() -> int:
-    """Processes have their numbers within it."""
+    """Return the number of the PID namespace, in which process numbers are unique; 0 if unknown."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -179,12 +179,12 @@ def _namespace() -> int:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What an engine has told last.
+    """The last status that an engine has written.
 
     Attributes:
-        facts: as they were told.
-        age_s: since then.
-        alive: its process is there.
+        facts: the file's content.
+        age_s: seconds since the file was written.
+        alive: whether its process exists.
     """
 
     path: Path
@@ -198,15 +198,15 @@ class RunStatus:
 
     @property
     def silent(self) -> bool:
-        """It should have told something since."""
+        """Whether the next status is overdue."""
         return self.age_s > SILENT_S
 
 
 def read_runs(strange: list[str] | None = None) -> list[RunStatus]:
-    """All runs of this user on this machine that have a file, in the order they began; the ended ones last.
+    """Return the status of all runs of this user on this machine, in the order they began; ended runs come last.
 
     Args:
-        strange: gets a line for each file that is something else than a run's.
+        strange: receives a message for each file that is no status of a run.
     """
     runs = []
     for path in _files():
@@ -221,7 +221,7 @@ def read_runs(strange: list[str] | None = None) -> list[RunStatus]:
 
 
 def forget_ended() -> None:
-    """Remove files whose processes have ended without a word a while ago."""
+    """Remove the files of processes that died more than `_KEPT_S` ago."""
     for run in read_runs():
         if not run.alive and run.age_s > _KEPT_S:
             with suppress(OSError):
@@ -236,7 +236,7 @@ def _files() -> Iterator[Path]:
 
 
 def _read(path: Path) -> RunStatus:
-    """A file's run; raises OSError and ValueError."""
+    """Return the status in a file. Raises OSError and ValueError."""
     content = read_regular(path, _MOST_BYTES)
     age_s = max(0.0, time.time() - path.stat().st_mtime)
     if (version := parsed(_Version, content).version) != _VERSION:
@@ -248,7 +248,7 @@ def _read(path: Path) -> RunStatus:
     return RunStatus(path, facts, age_s, alive)
 
 
-# What a file may hold, see [Note: typed records] #
+# Schema of a status file, see [Note: typed records] #
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What readers of a status look at."""
+    """The fields that readers use."""
 
     pid: Positive
     namespace: int

@@ -1,4 +1,4 @@
-"""Processes and threads, as Linux tells of them."""
+"""Processes and threads, as Linux shows them in /proc."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Task:
     """A process or a thread.
 
     Attributes:
-        name: of its program, or its own; at most 15 characters.
-        state: one letter; S for one that waits, Z and X for one that has ended.
-        started: when, in ticks since the machine was; identifiers are used again.
+        name: the thread's name, by default that of its program; at most 15 characters.
+        state: one letter: S if it sleeps, Z or X if it has ended.
+        started: start time in ticks since boot; it tells apart tasks that had the same number.
     """
 
     name: str
@@ -25,8 +25,8 @@ def read_task(directory: Path) -> Task:
     """Read `/proc/PID`, or `/proc/PID/task/TID`.
 
     Raises:
-        OSError: there is none, or no /proc.
-        ValueError, IndexError: it is told in another way than Linux does.
+        OSError: the task or /proc does not exist.
+        ValueError, IndexError: the file does not have Linux's format.
     """
     name, _, rest = (directory / "stat").read_text().partition("(")[2].rpartition(")")  # names may have parentheses
     fields = rest.split()

@@ -1,9 +1,9 @@
-"""The timeline: what ran when, as a Chrome trace (JSON) that Perfetto opens.
+"""The timeline of operations, written as a Chrome trace (JSON) that Perfetto opens.
 
 [Note: one clock]
-All times are seconds of `time.perf_counter()`, which is CLOCK_MONOTONIC on Linux: the clock that the I/O engines stamp
-their requests with, and the same for all processes of a machine, so that the files of its ranks can be laid side by
-side. In the file they are microseconds, as the format asks for.
+All times are seconds of `time.perf_counter()`, which is CLOCK_MONOTONIC on Linux. The I/O engines use this clock for
+the times of their requests, and all processes of a machine share it, so that the files of its ranks can be compared. In
+the file times are microseconds, as the format requires.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-_FLUSH_AT = 4096  # spans that are held at most, if no step ends
+_FLUSH_AT = 4096  # held spans that are written before the step ends
 
 
 class Lane(str, Enum):
@@ -45,38 +45,38 @@ _encode = json.JSONEncoder(check_circular=False).encode
 
 
 class Times(NamedTuple):
-    """When something was handed over, when it began and when it was over; see [Note: one clock]."""
+    """When an operation was submitted, started and finished; see [Note: one clock]."""
 
     submitted_s: float
     started_s: float
     finished_s: float
 
     def times(self) -> Times:
-        """What is over already can stand for itself."""
+        """Return itself, so that `Times` is a `Timed` that has ended."""
         return self
 
 
 def now() -> Times:
-    """This moment."""
+    """Return the times of an operation that takes no time, now."""
     moment_s = time.perf_counter()
     return Times(moment_s, moment_s, moment_s)
 
 
 class Timed(Protocol):
-    """Something that was started."""
+    """An operation that was started."""
 
     def times(self) -> Times | None:
-        """When it ran; None while it is under way."""
+        """Return when it ran; None while it is under way."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that ran.
+    """One operation.
 
     Attributes:
-        unit: index of the unit that it was for.
-        nbytes: that it moved or worked on; 0 where that has no meaning.
-        step: training step that it belongs to, from 1.
+        unit: index of the unit that it worked on, or None.
+        nbytes: bytes that it moved or worked on; 0 if that has no meaning.
+        step: the training step that it belongs to, from 1.
     """
 
     lane: Lane
@@ -89,7 +89,7 @@ class Span:
 
 @dataclass
 class _Rows:
-    """The rows that a lane needs because some of its spans overlap: when the last one in each of them ended."""
+    """The rows of a lane, which needs several if spans overlap; `ends_s` has the end of the last span in each."""
 
     ends_s: list[float] = field(default_factory=list)
 
@@ -103,16 +103,16 @@ class _Rows:
 
 
 class Timeline:
-    """Writes spans to a file, a step at a time. Thread-safe.
+    """Writes spans to a file, at the end of each step. Thread-safe.
 
-    The file is a JSON array that is closed at the end; Perfetto, and `infinity timeline`, also open one that a killed
-    process has left without its end.
+    The file is a JSON array. If the process is killed, the closing bracket is missing; Perfetto and `infinity timeline`
+    read such a file, too.
 
     Args:
-        path: is replaced if it exists.
-        unit_names: of the units, by index.
-        steps: recording ends after so many.
-        rank: of this process.
+        path: the file; it is replaced if it exists.
+        unit_names: names of the units, by index.
+        steps: the number of steps after which recording ends.
+        rank: the rank of this process.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -136,7 +136,7 @@ class Timeline:
         self._write([self._about("process_name", {"name": f"rank {rank}"})])
 
     def record(self, lane: Lane, name: str, ran: Timed, unit: int | None = None, nbytes: int = 0) -> None:
-        """Note something that ran, or that is under way and will have run when the file is written."""
+        """Record an operation that has run or is under way."""
         with self._lock:
             if self._file.closed or self._paused:
                 return
@@ -146,7 +146,7 @@ class Timeline:
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """What runs meanwhile is shown as one span, and is part of no step."""
+        """Show all that runs in this context as one span, which is no phase of a step."""
         start_s = time.perf_counter()
         self._paused = True
         try:
@@ -156,7 +156,7 @@ class Timeline:
             self.record(Lane.PHASE, name, Times(start_s, start_s, time.perf_counter()))
 
     def end_step(self) -> None:
-        """A training step is over."""
+        """Write the spans of the training step that has ended; close the file after the last step to record."""
         with self._lock:
             if self._file.closed:
                 return
@@ -167,7 +167,7 @@ class Timeline:
                 _log.info("the timeline of %d steps is in %s", self._steps, self.path)
 
     def close(self) -> None:
-        """Write what is held; what is still under way is left out."""
+        """Write the held spans and close the file. Operations that are still under way are left out."""
         with self._lock:
             if not self._file.closed:
                 self._close()
@@ -176,13 +176,13 @@ class Timeline:
         self._flush()
         self._spans.clear()
         if not self._file.closed:
-            with suppress(OSError), self._file:  # readers do without the end
+            with suppress(OSError), self._file:  # readers do not need the end
                 self._file.write("\n]\n")
 
     def _flush(self) -> None:
-        """Write the spans that are over, in the order of their beginnings, and keep the others.
+        """Write the spans that have ended, in the order of their start, and keep the others.
 
-        Where the file cannot be written the recording ends, and training goes on.
+        If the file cannot be written, recording ends and training continues.
         """
         over: list[tuple[Times, Span]] = []
         under_way: list[Span] = []
@@ -199,11 +199,11 @@ class Timeline:
             self._file.flush()
         except OSError as error:
             _log.warning("the timeline %s ends here: it cannot be written (%s)", self.path, error.strerror)
-            with suppress(OSError):  # of what it still holds
+            with suppress(OSError):  # `close` writes the file's buffer, which fails again
                 self._file.close()
 
     def _events(self, times: Times, span: Span) -> Iterator[dict[str, Any]]:
-        """The span as an event, after the name of its row if it is the first there."""
+        """Yield the span as an event, after events that name its row if the row is new."""
         rows = self._rows[span.lane]
         rows_before = len(rows.ends_s)
         row = rows.place(times)

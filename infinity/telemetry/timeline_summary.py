@@ -1,4 +1,4 @@
-"""Reads a timeline file, and says how busy everything was."""
+"""Reads a timeline file, and sums up how busy each lane was."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity.errors import ConfigError
 from infinity.telemetry.timeline import Lane
 
 Interval = tuple[float, float]
-_PHASES = ("forward", "backward", "update")  # of a training step; other spans of that lane lie between steps
+_PHASES = ("forward", "backward", "update")  # of a training step; other spans of the phase lane are between steps
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Ran:
 
 @dataclass(frozen=True)
 class LaneSum:
-    """What a lane did within some steps.
+    """The work of a lane within some steps.
 
     Attributes:
-        busy_s: while something ran in it, however much at once.
-        nbytes: that were moved or worked on; spans that reach beyond the steps count in part.
+        busy_s: seconds in which at least one span ran.
+        nbytes: bytes that were moved or worked on; spans that reach beyond the steps count in part.
     """
 
     busy_s: float
@@ -45,13 +45,13 @@ class LaneSum:
 
 @dataclass(frozen=True)
 class TimelineSum:
-    """What some steps did.
+    """The work of some steps.
 
     Attributes:
         steps: their numbers.
-        wall_s: from the beginning of their forward pass to the end of their `step()`, summed.
-        lanes: by lane, if anything ran there.
-        waits_s: of the compute thread, by cause.
+        wall_s: the sum of their durations, each from the start of its forward pass to the end of its `step()`.
+        lanes: the work of each lane that has any.
+        waits_s: waits of the compute thread, by cause.
     """
 
     steps: tuple[int, ...]
@@ -61,10 +61,10 @@ class TimelineSum:
 
 
 def read_timeline(path: Path) -> list[Ran]:
-    """All spans of a file that `tiering.timeline` wrote, also if its process was killed.
+    """Return all spans of a file that `tiering.timeline` wrote, even if its process was killed.
 
     Raises:
-        ConfigError: it cannot be read, or is something else.
+        ConfigError: the file cannot be read, or is no timeline.
     """
     try:
         text = read_text(path)
@@ -82,7 +82,7 @@ def read_timeline(path: Path) -> list[Ran]:
 def _events(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:  # its process was killed: the last line may be half, and the end is missing
+    except ValueError:  # its process was killed: the last line may be incomplete, and the end is missing
         whole = text.rpartition(",\n")[0]
         return json.loads(f"{whole}\n]")
 
@@ -99,7 +99,7 @@ def _ran(event: dict[str, Any]) -> Ran:
 
 
 def step_windows(spans: Iterable[Ran]) -> dict[int, Interval]:
-    """Beginning and end of every training step that is there from forward to update."""
+    """Return start and end of each training step of which the timeline has all phases from forward to update."""
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     for span in spans:
@@ -111,13 +111,13 @@ def step_windows(spans: Iterable[Ran]) -> dict[int, Interval]:
 
 
 def sum_up(spans: Sequence[Ran], steps: Collection[int] | None = None) -> TimelineSum:
-    """Sums over training steps.
+    """Sum up training steps.
 
     Args:
-        steps: their numbers; all that are whole by default.
+        steps: their numbers; by default all complete steps of the timeline.
 
     Raises:
-        ConfigError: one of them is not there, or none is.
+        ConfigError: the timeline lacks one of the steps, or has no complete step.
     """
     windows = step_windows(spans)
     chosen = sorted(windows if steps is None else steps)
@@ -146,7 +146,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def _covered(intervals: list[Interval]) -> float:
-    """Length of the union."""
+    """Return the length of the union of the intervals."""
     covered_s, reached_s = 0.0, float("-inf")
     for start_s, end_s in sorted(intervals):
         covered_s += max(0.0, end_s - max(start_s, reached_s))

@@ -1,4 +1,4 @@
-"""Finds the configuration that trains a model fastest here: predict all, measure a few in turn, keep what wins."""
+"""Finds the configuration that trains a model fastest on this machine: predict all, measure a few, keep the fastest."""
 
 from infinity.tuning.machine import MachineJob, best_ways, measure_machine
 from infinity.tuning.outlook import Bounds, Outlook, Prediction

@@ -1,4 +1,4 @@
-"""What the search has to know of the machine: its rates, and what each way of asking the drives gives."""
+"""Measurements of the machine for the search: its rates, and the rate of the drives with each aio setting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from infinity.tiers import accelerator
 from infinity.tuning.space import Aio
 
 _FILE_BYTES = 128 << 20
-_ALONE_S = 0.5  # of one measurement of the drives
+_ALONE_S = 0.5  # length of one measurement of the drives
 _AIO_S = 0.25
 _AIO_ROUNDS = 3
 _PARAMS = 4 << 20
@@ -40,11 +40,11 @@ class MachineJob:
     """What to measure.
 
     Attributes:
-        paths: of the drives; none leaves them out.
-        aio: as it is given.
-        sqpoll, iopoll, threads: of every way to ask.
-        dtype: that the model computes in, by torch's name.
-        on_cpu: whatever accelerator there is.
+        paths: directories on the drives; if empty, drives are not measured.
+        aio: the aio setting of the given configuration.
+        sqpoll, iopoll, threads: the same for every aio setting.
+        dtype: the dtype that the model computes in, by torch's name.
+        on_cpu: compute on the CPU even if there is an accelerator.
     """
 
     paths: tuple[str, ...]
@@ -56,7 +56,7 @@ class MachineJob:
     on_cpu: bool = False
 
     def ways(self) -> tuple[Aio, ...]:
-        """Ways to ask the drives; the given one first, and no backend by name that was not given."""
+        """Return the aio settings to measure: the given one first, then others with the backend `auto`."""
         shapes = [self.aio, *((block, depth, "auto") for block, depth in _SHAPES)]
         return tuple(dict.fromkeys(shapes)) if self.paths else (self.aio,)
 
@@ -65,21 +65,21 @@ class MachineJob:
 
 
 def measure_machine(job: MachineJob, progress: Progress, profile: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Measure it, in about a quarter of a minute.
+    """Measure the machine in about 15 seconds.
 
     Args:
-        progress: told what comes next.
-        profile: what `infinity profile` found, in place of all rates but those of `aio`.
+        progress: called with the name of the next measurement.
+        profile: a profile of `infinity profile`; with it, only the aio settings are measured.
 
     Returns:
-        `profile`, as `infinity profile` has it; `aio`: [block, depth, backend, bytes a second] of reads and writes
-        at once; `device_bytes` and `device` of a device with memory of its own, or None.
+        `profile`, in the format of `infinity profile`; `aio`: [block, depth, backend, bytes a second] for reads and
+        writes at once; `device_bytes` and `device` of a device with memory of its own, or None.
 
     Raises:
         StorageError: a path cannot be used, or a file would fill its drive.
     """
     for path in job.paths:
-        check_space(Path(path), _FILE_BYTES)  # before seconds of other measurements
+        check_space(Path(path), _FILE_BYTES)  # fail before the long measurements
     device = None if job.on_cpu else accelerator()
     if profile is None:
         profile = _profile(job, device, progress)
@@ -116,7 +116,7 @@ def _profile(job: MachineJob, device: torch.device | None, progress: Progress) -
 
 
 def _aio(job: MachineJob, progress: Progress) -> list[list[Any]]:
-    """Every way in turn, several times, so that a drive that slows down meanwhile is not taken for a worse way."""
+    """Measure the aio settings in turn, several times, so that a drive that slows down affects all of them alike."""
     ways = job.ways()
     rates: dict[Aio, list[float]] = {way: [] for way in ways}
     with ExitStack() as stack:
@@ -134,10 +134,10 @@ def _aio(job: MachineJob, progress: Progress) -> list[list[Any]]:
 
 
 def drives_of(disk: Duplex, machine: dict[str, Any], aio: Aio) -> dict[Aio, Duplex]:
-    """The drives as each way of asking has them, in proportion to what `aio` gives.
+    """Return the rates of the drives with each aio setting, in proportion to their rates with `aio`.
 
     Args:
-        disk: as fast as they are with `aio`.
+        disk: rates of the drives with `aio`.
     """
     rates: dict[Aio, float] = {(entry[0], entry[1], entry[2]): entry[3] for entry in machine["aio"]}
     own = rates.get(aio)
@@ -148,7 +148,7 @@ def drives_of(disk: Duplex, machine: dict[str, Any], aio: Aio) -> dict[Aio, Dupl
 
 
 def best_ways(machine: dict[str, Any], count: int) -> Sequence[Aio]:
-    """The fastest ways of asking; of those that are practically alike, the one with the fewest bytes in flight."""
+    """Return the fastest `count` aio settings. Of settings within 5%, those with fewer bytes in flight come first."""
     fastest = max((entry[3] for entry in machine["aio"]), default=0.0)
     entries = sorted(machine["aio"], key=lambda entry: (-round(20 * entry[3] / fastest), entry[0] * entry[1]))
     return [(entry[0], entry[1], entry[2]) for entry in entries[:count]]

@@ -1,4 +1,4 @@
-"""What a setting would do, by the plan: seconds of a step and bytes of every memory, or why it cannot be."""
+"""Predictions of settings by the planner: seconds of a step, bytes of each memory, or why a setting cannot run."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from infinity.tuning.machine import drives_of
 from infinity.tuning.space import KNOBS, Choices, Limits, Setting, canonical, keys_of, setting_of
 from infinity.zero.sizing import compute_dtype
 
-SPARE_SHARE = 0.05  # of what a drive has free, which swap files leave
-_BETTER = 0.995  # of the seconds before: less of a difference is none
+SPARE_SHARE = 0.05  # of a drive's free space, which swap files must leave free
+_BETTER = 0.995  # a setting is faster if its predicted step takes less than this share of the other's
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A setting as planned.
+    """The prediction of a setting.
 
     Attributes:
-        step_s: what its step takes; infinite where it cannot run.
-        refused: why it cannot, in words; empty where it can.
+        step_s: seconds of a step; infinite if the setting cannot run.
+        refused: why it cannot run; empty if it can.
         parts: seconds of compute, link, disk, optimizer and collectives, each as if alone.
-        nvme_bytes: of its swap files.
-        moved_bytes: from and to the drives in a step.
+        nvme_bytes: size of its swap files.
+        moved_bytes: bytes read from and written to the drives in a step.
     """
 
     step_s: float
@@ -56,11 +56,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is there: drives as they are now, host memory that is free, and what was set as a limit.
-
-    Attributes:
-        libraries_bytes: what a process takes before it trains.
-    """
+    """The memory that a setting may use. `libraries_bytes` is the memory of a process before it trains."""
 
     limits: Limits
     host_bytes: int
@@ -68,11 +64,11 @@ class Bounds:
 
 
 class Outlook:
-    """Predicts settings of one model and file.
+    """Predicts settings of one model and one configuration file.
 
     Args:
         values: the file's content.
-        machine: what `measure_machine` found.
+        machine: the result of `measure_machine`.
     """
 
     def __init__(
@@ -107,15 +103,15 @@ class Outlook:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The file as it is given."""
+        """The content of the given file."""
         return dict(self._values)
 
     def values_of(self, setting: Setting) -> dict[str, Any]:
-        """The file with this setting."""
+        """Return the content of the file with this setting."""
         return edited(self._values, keys_of(self.config, setting))
 
     def of(self, setting: Setting) -> Prediction:
-        """What it would do."""
+        """Return the prediction of a setting, from a cache if it is known."""
         if setting not in self._known:
             try:
                 self._known[setting] = self._predict(setting)
@@ -124,7 +120,7 @@ class Outlook:
         return self._known[setting]
 
     def no_room(self, setting: Setting) -> str:
-        """Why its swap files would fill the drives as they are now; empty where they would not."""
+        """Return why the swap files do not fit on the drives or below the limit at present; empty if they do."""
         needed, limit = self.of(setting).nvme_bytes, self._bounds.limits.disk_bytes
         free = int(free_on(drives_here(load_config(self.values_of(setting)))) * (1 - SPARE_SHARE))
         if limit is not None and needed > limit:
@@ -174,7 +170,7 @@ class Outlook:
         return replace(rates, disk=self._drives.get(setting.aio, rates.disk))
 
     def over_budgets(self, setting: Setting) -> list[Point]:
-        """It with other budgets of host memory, by the plan; none where they make no difference."""
+        """Return predictions of the setting with other budgets of host memory; empty if the budget has no effect."""
         config = load_config(self.values_of(setting))
         needs = plan_training(self._model, config, self._machine).needs
         if not 0 < needs.least_bytes < needs.most_bytes:
@@ -183,10 +179,10 @@ class Outlook:
         sweep = Sweep(self._model, config, self._machine, rates, self._seq_len, self._checkpointing)
         return sweep.over("host-memory")
 
-    # Which are worth a look #
+    # Candidates #
 
     def best(self, choices: Choices) -> Setting:
-        """The fastest by the plan: knob by knob, from every placement on, until nothing changes."""
+        """Return the setting predicted to be fastest: improve each placement knob by knob until nothing changes."""
         starts = [replace(self.given, placement=placement) for placement in choices["placement"]]
         found = [self._descend(start, choices) for start in starts]
         return min(found, key=lambda setting: (bool(self.of(setting).refused), self.of(setting).step_s))
@@ -201,7 +197,7 @@ class Outlook:
         return setting
 
     def _best_of(self, setting: Setting, knob: str, choices: Choices) -> Setting:
-        """Another value of one knob only where it is faster."""
+        """Return the setting with the fastest value of one knob. Keep the present value unless another is faster."""
         best = setting
         for value in choices[knob]:
             other = canonical(replace(setting, **{knob: value}), self.given)
@@ -211,7 +207,7 @@ class Outlook:
         return best
 
     def neighbours(self, setting: Setting, choices: Choices) -> list[Setting]:
-        """What differs from it by one knob and can run, the fastest by the plan first."""
+        """Return the settings that differ by one knob and can run, by predicted speed, the fastest first."""
         found = dict.fromkeys(
             canonical(replace(setting, **{knob: value}), self.given) for knob in KNOBS for value in choices[knob]
         )
@@ -220,5 +216,5 @@ class Outlook:
         return sorted(runs, key=lambda other: self.of(other).step_s)
 
     def _alike(self, one: Setting, other: Setting) -> bool:
-        """They differ in how drives are asked that have nothing to do."""
+        """Whether the settings differ in aio only, and no bytes are moved from or to the drives."""
         return replace(one, aio=other.aio) == other and not self.of(one).moved_bytes

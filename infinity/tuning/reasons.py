@@ -1,4 +1,4 @@
-"""Why each knob is where it is: by what was measured, and where nothing was, by the plan."""
+"""The reason for the value of each knob: a measurement, or else the plan's prediction."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Reason:
     """One knob of the outcome.
 
     Attributes:
-        knob: its name; `title` for people.
-        given, chosen: its value before and now, for people.
-        changed: keys of the file that have another value, by dotted path.
-        why: in words.
+        knob: its name; `title` is its name in messages.
+        given, chosen: its values before and after the search, as text.
+        changed: new values of keys of the file, by dotted path.
+        why: the reason, in words.
     """
 
     knob: str
@@ -32,7 +32,6 @@ class Reason:
 
 
 def reasons(best: Setting, outlook: Outlook, choices: Choices, record: Record) -> list[Reason]:
-    """One for each knob."""
     return [_reason(knob, best, outlook, choices, record) for knob in KNOBS]
 
 
@@ -51,7 +50,7 @@ def _reason(knob: str, best: Setting, outlook: Outlook, choices: Choices, record
 
 
 def _compared(knob: str, best: Setting, value: Any, outlook: Outlook, record: Record) -> str:
-    """`best` beside the same with another value of one knob."""
+    """Compare `best` with the same setting with another value of one knob, in words."""
     name = shown(knob, value)
     other = canonical(replace(best, **{knob: value}), outlook.given)
     ratios = record.ratios(other, best)
@@ -65,7 +64,7 @@ def _compared(knob: str, best: Setting, value: Any, outlook: Outlook, record: Re
 
 
 def _why_kept(knob: str, best: Setting, outlook: Outlook, choices: Choices, record: Record) -> str:
-    """Beside the best of the other values."""
+    """Compare the kept value with the best of the others, in words."""
     others = [value for value in choices[knob] if value != getattr(best, knob)]
     settings = {value: canonical(replace(best, **{knob: value}), outlook.given) for value in others}
 

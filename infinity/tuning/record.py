@@ -1,11 +1,11 @@
-"""What a search has measured so far, in one JSON file, so that it can go on after an interruption.
+"""The measurements of a search in a JSON file, from which it can continue after an interruption.
 
     {"format": "infinity-search", "version": 1, "asked": {...}, "machine": null or {...}, "spent_s": 93.1,
      "runs": [{"setting": {...}, "step_s": [2.1, ...], "init_s": 8.0, "took_s": 19.2, "stopped": false, "error": "",
                "peak_host_bytes": ..., "peak_process_bytes": ..., "written_bytes": ..., "at_s": 31.0}],
      "duels": [{"challenger": {...}, "holder": {...}, "ratios": [0.71, 0.69], "won": true, "why": ""}]}
 
-`asked` is all that must be the same for figures to belong together; `at_s` is the time of the search when a run ended.
+`asked` has all that must be equal for measurements to be comparable; `at_s` is the search's time when a run ended.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Run:
     """One process that trained a few steps.
 
     Attributes:
-        step_s: measured steps, those to warm up left out.
-        init_s: until the first step.
-        took_s: all of it, from the start of the process to its end.
-        stopped: it was ended early, since it could not win any more, or the time was up.
-        error: why it failed, in words; empty where it did not.
-        peak_host_bytes: of the ledger; `peak_process_bytes` of the process, from outside.
-        written_bytes: to the drives, steps to warm up and the swap files' first values included.
-        at_s: time of the search when it ended.
+        step_s: seconds of each measured step, without the warm-up.
+        init_s: seconds before the first step.
+        took_s: seconds from the start of the process to its end.
+        stopped: whether it was ended early, because it could not win any more or the time was up.
+        error: why it failed; empty if it did not.
+        peak_host_bytes: peak of the ledger; `peak_process_bytes` is the process's, measured from outside.
+        written_bytes: bytes written to the drives, including the warm-up and the initial values in swap files.
+        at_s: the search's time when the run ended.
     """
 
     setting: Setting
@@ -54,21 +54,21 @@ class Run:
 
     @property
     def median_s(self) -> float:
-        """Infinite where nothing was measured."""
+        """The median step; infinite if no step was measured."""
         return statistics.median(self.step_s) if self.step_s and not self.error else float("inf")
 
     def facts(self) -> dict[str, Any]:
-        """As the file has it."""
+        """Return the run as JSON values."""
         return {**self.__dict__, "setting": self.setting.facts(), "step_s": list(self.step_s)}
 
 
 @dataclass(frozen=True)
 class Duel:
-    """A challenger against what was the best so far.
+    """A comparison of a challenger with the holder, the fastest setting so far.
 
     Attributes:
-        ratios: the challenger's median step over the holder's, of runs next to one another.
-        why: in words, where there are no ratios.
+        ratios: the challenger's median step divided by the holder's, of consecutive runs.
+        why: the reason of the outcome, if there are no ratios.
     """
 
     challenger: Setting
@@ -78,14 +78,14 @@ class Duel:
     why: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """As the file has it."""
+        """Return the duel as JSON values."""
         challenger, holder = self.challenger.facts(), self.holder.facts()
         return {**self.__dict__, "challenger": challenger, "holder": holder, "ratios": list(self.ratios)}
 
 
 @dataclass
 class Record:
-    """A search so far; every change is written at once if it has a path."""
+    """The state of a search. `write` saves it if it has a path."""
 
     asked: Mapping[str, Any]
     path: Path | None = None
@@ -95,21 +95,21 @@ class Record:
     duels: list[Duel] = field(default_factory=list)
 
     def holder(self, given: Setting) -> Setting:
-        """Who has won so far."""
+        """Return the fastest setting so far; `given` if no challenger has won."""
         return next((duel.challenger for duel in reversed(self.duels) if duel.won), given)
 
     def runs_of(self, setting: Setting) -> list[Run]:
-        """Those that measured something."""
+        """Return the runs of a setting that measured at least one step and did not fail."""
         return [run for run in self.runs if run.setting == setting and run.step_s and not run.error]
 
     def median_s(self, setting: Setting) -> float:
-        """Over its runs that came to their end; infinite without any."""
+        """Return the median step of the setting's runs, without stopped ones if possible; infinite without runs."""
         runs = self.runs_of(setting)
         whole = [run.median_s for run in runs if not run.stopped] or [run.median_s for run in runs]
         return statistics.median(whole) if whole else float("inf")
 
     def ratios(self, one: Setting, other: Setting) -> list[float]:
-        """Steps of `one` over those of `other`, of runs next to one another."""
+        """Return the step time of `one` divided by that of `other`, for each pair of consecutive runs."""
         found: list[float] = []
         for duel in self.duels:
             if (duel.challenger, duel.holder) == (one, other):
@@ -119,7 +119,7 @@ class Record:
         return found
 
     def write(self) -> None:
-        """Whole or not at all.
+        """Replace the file atomically.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -139,10 +139,10 @@ class Record:
 
 
 def read_record(path: Path, asked: Mapping[str, Any]) -> Record:
-    """A search that was begun.
+    """Read the record of a search, to continue it.
 
     Raises:
-        ConfigError: it is none, or one of something else; the message says what differs.
+        ConfigError: the file is no record, or a value of `asked` differs; the message says which.
     """
     try:
         text = read_text(path)
@@ -153,14 +153,14 @@ def read_record(path: Path, asked: Mapping[str, Any]) -> Record:
         differing = [key for key, value in asked.items() if found.asked.get(key) != json.loads(json.dumps(value))]
         if differing:
             raise ValueError(
-                f"it was begun with another {', '.join(differing)}; remove it, or take another --out, to begin anew"
+                f"it was begun with another {', '.join(differing)}; to start again, remove it or give another --out"
             )
     except (OSError, ValueError) as error:
         raise ConfigError(f"--resume {path}: {error}") from error
     return Record(asked, path, found.machine, found.spent_s, found.runs, found.duels)
 
 
-# What the file may hold, see [Note: typed records] #
+# Schema of the file, see [Note: typed records] #
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""Which setting is fastest: those that the plan likes are measured in turn with the best so far.
+"""Search for the fastest setting: measure settings with good predictions in turn with the fastest one so far.
 
 [Note: what a measurement is worth]
-Other work on the machine makes the same step take half as long again, for minutes. So a challenger is compared with a
-run of the holder from just before, never with one of long ago, and wins if it was faster by more than a little in the
-median of two to five such pairs: the more runs of one setting differ among themselves, the more are needed. One pair is
-enough where it takes less than half, or longer by more than twice what they differ; its process is ended as soon as
-even its fastest step says so. As long as few settings have run more than once, so that nobody knows what they differ
-by, it is taken to be much. Where the holder has won its place from another than the given configuration, it is
-compared with that one, too, before it is handed out.
+Other work on the machine can make the same step take half as long again, for minutes. So a challenger is compared with
+a run of the holder (the fastest setting so far) from just before, never with an older one. It wins if its step is
+shorter than `GAIN` times the holder's, in the median of two to five such pairs. The more the runs of one setting differ
+(the noise), the more pairs are needed. One pair is enough if the challenger takes less than half the time, or longer by
+more than twice the noise; its process is stopped as soon as even its fastest step shows this. While fewer than
+`_KNOWN_BY` settings have run more than once, the noise is assumed to be at least `UNKNOWN`. If the holder was never
+compared with the given configuration directly, this is done before it is returned.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from infinity.tuning.outlook import Outlook
 from infinity.tuning.record import Duel, Record, Run
 from infinity.tuning.space import Choices, Setting
 
-GAIN = 0.97  # of the holder's step: less of a difference is none
-CLOSE, NOISE = 0.05, 0.3  # the least and the most that runs of one setting are taken to differ by
-UNKNOWN = 0.15  # the least where fewer than so many settings have run more than once
+GAIN = 0.97  # the share of the holder's step that a challenger must stay below to win
+CLOSE, NOISE = 0.05, 0.3  # the least and the most noise that is assumed
+UNKNOWN = 0.15  # the least noise while fewer than `_KNOWN_BY` settings have run more than once
 _KNOWN_BY = 3
-DECISIVE = 0.5  # one pair is enough
-CANNOT_WIN = 0.1  # beyond that: even the fastest step is so much slower than the holder's median
-HOPELESS = 1.5  # of the holder's step, by the plan, which is wrong by a fifth
+DECISIVE = 0.5  # below this ratio, one pair is enough
+CANNOT_WIN = 0.1  # a run is stopped if its fastest step exceeds the holder's median by the noise and this share
+HOPELESS = 1.5  # predicted steps above so many times the holder's are not measured; predictions are wrong by a fifth
 _MOST_PAIRS = 5
-_SPREAD_OVER = 4  # runs of a setting
+_SPREAD_OVER = 4  # the last runs of a setting, from which its noise is computed
 _REUSED = 2  # challengers that one run of the holder is compared with
 
 Measure = Callable[[Setting, float, float], Run]
@@ -38,12 +38,12 @@ Tell = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
-        best: the given one if nothing beats it.
-        ratio: its step over the given one's, of runs next to one another where there are any; 1.0 for the given one,
-            0.0 where that did not run.
+        best: the fastest setting; the given one if none is faster.
+        ratio: its step divided by that of the given setting, of consecutive runs if there are any; 1.0 for the given
+            setting, 0.0 if that did not run.
         ending: why the search ended, in words.
     """
 
@@ -54,13 +54,13 @@ class Outcome:
 
 
 class Search:
-    """Measures settings until nothing is left that could win, or the time is up.
+    """Measures settings until none is left that could win, or the time is up.
 
     Args:
-        measure: trains a few steps with a setting, in a process of its own; ended once its fastest step takes longer
-            than the first number of seconds, or it all does than the second.
-        budget_s: of the whole search, what `record` has spent included.
-        tell: what comes next, and how much of the budget is spent, 0 to 1.
+        measure: trains a few steps with a setting, in a process of its own. The process is stopped when its fastest
+            step takes longer than the first number of seconds, or the whole run longer than the second.
+        budget_s: seconds for the whole search, including those that `record` has spent.
+        tell: called with the next measurement, and the share of the budget that is spent, 0 to 1.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Search:
         self._clock = clock
         self._tell = tell
         self._began_s = clock() - record.spent_s
-        self._reference: Run | None = None  # of the holder, from just before
+        self._reference: Run | None = None  # the holder's last run
         self._reused = 0
 
     @property
@@ -91,11 +91,11 @@ class Search:
 
     @property
     def holder(self) -> Setting:
-        """The best so far."""
+        """The fastest setting so far."""
         return self._record.holder(self.given)
 
     def run(self) -> Outcome:
-        """Search; an interruption leaves the record as it is, for `outcome`, or for another search to go on from."""
+        """Search. After an interruption, `outcome` or another search can use the record."""
         if not self._record.runs_of(self.given):
             self._holders_run()
         ending = "nothing is left that could win"
@@ -108,7 +108,8 @@ class Search:
         return self.outcome(ending)
 
     def outcome(self, ending: str) -> Outcome:
-        """The best so far. A holder that was never compared with the given one has to be faster by all its runs."""
+        """Return the fastest setting so far. Without direct comparisons with the given one, the medians of all runs
+        decide."""
         given, best = self.given, self.holder
         direct = self._direct(best)
         ratio = statistics.median(direct) if direct else self._ratio(best)
@@ -116,12 +117,13 @@ class Search:
             return Outcome(given, given, 1.0, ending)
         return Outcome(given, best, ratio, ending)
 
-    # Who is next #
+    # Challengers #
 
     def _challengers(self) -> Iterator[Setting]:
-        """The best by the plan; then what differs by one knob from the holder, or from that one, in turn.
+        """Yield the setting that is predicted to be fastest, then settings that differ by one knob.
 
-        Of each, the best by the plan first. What was best by the plan may have lost by one of its knobs alone.
+        They differ from the holder and from the predicted setting, in turn, the best prediction first: the predicted
+        setting may have lost because of a single knob.
         """
         tried = {self.given, *(duel.challenger for duel in self._record.duels)}
         best = self._outlook.best(self._choices)
@@ -139,30 +141,30 @@ class Search:
             yield found
 
     def _near(self, centre: Setting, tried: Container[Setting]) -> Setting | None:
-        """The best by the plan of what differs from it by one knob, was not tried, and is not hopeless."""
+        """Return the untried setting with the best prediction that differs by one knob; None if none is promising."""
         limit_s = HOPELESS * self._outlook.of(self.holder).step_s
         near = self._outlook.neighbours(centre, self._choices)
         return next((one for one in near if one not in tried and self._outlook.of(one).step_s <= limit_s), None)
 
-    # One against another #
+    # Duels #
 
     def _duel(self, challenger: Setting) -> None:
         holder, ratios, why, run = self.holder, list[float](), "", None
         while not _decided(ratios, self._noise()) and not why:
             reference = self._holders_run() if self._stale() or ratios else self._reference
-            assert reference is not None  # of a holder that is not stale
+            assert reference is not None  # because the holder's run is not stale
             self._reused += 1
             limit_s = (1 + self._noise() + CANNOT_WIN) * reference.median_s
             run = self._run(challenger, limit_s, self._left_s() - self._reserve_s())
             if run.error or not run.step_s:
-                why = run.error or "no step of it ended in the time that was left"
+                why = run.error or "it did not finish a step in the time that was left"
             elif reference.median_s == float("inf"):
                 why = "the configuration before does not run"
             else:
                 ratios.append(run.median_s / reference.median_s)
             if not self._affordable(2):
                 break
-        assert run is not None  # nothing is decided without one
+        assert run is not None  # the loop has run at least once
         won = not run.error and (_wins(ratios) if ratios else bool(run.step_s))
         self._record.duels.append(Duel(challenger, holder, tuple(ratios), won, why))
         if won:
@@ -170,7 +172,7 @@ class Search:
         self._record.write()
 
     def _confirm(self) -> None:
-        """Compare a holder that has not met the given configuration with it."""
+        """Compare the holder with the given configuration, unless this was done before."""
         holder, ratios = self.holder, list[float]()
         if holder == self.given or self._direct(holder) or not self._record.runs_of(self.given):
             return
@@ -189,7 +191,7 @@ class Search:
 
     def _holders_run(self) -> Run:
         run = self._run(self.holder, float("inf"), self._left_s())
-        if run.error and self._record.runs_of(self.holder):  # it has run before: what it took then stands for it
+        if run.error and self._record.runs_of(self.holder):  # use the median of its earlier runs instead
             run = replace(run, step_s=(self._record.median_s(self.holder),), error="")
         self._reference, self._reused = run, 0
         return run
@@ -212,7 +214,7 @@ class Search:
     # Numbers #
 
     def _direct(self, setting: Setting) -> list[float]:
-        """Its step over the given configuration's, where they were compared."""
+        """Return its step divided by the given configuration's, for each pair of runs that compared them."""
         return self._record.ratios(setting, self.given)
 
     def _ratio(self, setting: Setting) -> float:
@@ -220,7 +222,7 @@ class Search:
         return 1.0 if before == after else after / before
 
     def _noise(self) -> float:
-        """How much longer one run takes than another of the same setting."""
+        """Return by which share one run takes longer than another of the same setting."""
         spreads = []
         for setting in {run.setting for run in self._record.runs}:
             seen = [run.median_s for run in self._record.runs_of(setting) if not run.stopped][-_SPREAD_OVER:]
@@ -236,30 +238,30 @@ class Search:
         return self._budget_s - self._spent_s()
 
     def _reserve_s(self) -> float:
-        """For the last comparison with the given configuration, if the holder has not met it."""
+        """Return the seconds for the last comparison with the given configuration; 0 if that was done."""
         if self.holder == self.given or self._direct(self.holder):
             return 0.0
         return self._run_s(self.holder) + self._run_s(self.given)
 
     def _run_s(self, setting: Setting) -> float:
-        """What a run with it takes."""
+        """Return the seconds that a run with this setting takes."""
         took = [run.took_s for run in self._record.runs_of(setting)]
         return max(took[-2:], default=0.0)
 
     def _affordable(self, runs: int) -> bool:
-        """So many runs, of the holder or of what may beat it, which take no longer."""
+        """Whether there is time for so many runs of the holder. Runs of settings that may win take no longer."""
         return self._left_s() - self._reserve_s() >= runs * self._run_s(self.holder)
 
 
 def _decided(ratios: Sequence[float], noise: float) -> bool:
-    """See [Note: what a measurement is worth]."""
+    """Whether these pairs are enough, see [Note: what a measurement is worth]."""
     if not ratios:
         return False
     middle, margin = statistics.median(ratios), noise / len(ratios)
     if len(ratios) == 1:
         return not DECISIVE <= middle <= GAIN + 2 * margin
     if len(ratios) == 2 and min(ratios) < GAIN <= max(ratios):
-        return False  # the median of two is no median
+        return False  # one pair wins and one loses: a third one decides
     return not GAIN - margin <= middle <= GAIN + margin or len(ratios) >= _MOST_PAIRS
 
 

@@ -1,10 +1,10 @@
-"""What may be chosen, and what each choice is in the file.
+"""The knobs of the search, their values, and the keys of the configuration file that they set.
 
 [Note: what is left alone]
-The global batch, the optimizer and its rates, clipping, precision, the ZeRO stage and all that has no knob here. Most
-choices give the same bits. Two give other roundings of the same sums: how a rank's batch is cut into micro-batches, and
-their order (`layer`; where blocks share weights or inputs). Formats with other moments are tried only where that is
-allowed.
+The search does not change the global batch, the optimizer and its rates, clipping, precision, the ZeRO stage, and
+everything else without a knob here. Most knobs do not change the bits of the result. Two change how the same sums are
+rounded: the division of a rank's batch into micro-batches, and their order (`layer`, if blocks share weights or
+inputs). Formats with rounded moments are tried only if `lossy` allows it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Setting:
 
     Attributes:
         placement: devices of `offload_param` and `offload_optimizer`.
-        schedule: a name, or "auto" below stage 3, where that is a promise about `step()`.
+        schedule: a name; or "auto" below stage 3, where parameters are the newest when `step()` returns.
         tile: bytes; None for auto.
         aio: block size in bytes, queue depth, backend.
         batch: samples of a micro-batch, micro-batches a step, their order.
@@ -53,11 +53,11 @@ class Setting:
     memory: Memory
 
     def facts(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the setting as JSON values."""
         return {knob: list(value) if isinstance(value := getattr(self, knob), tuple) else value for knob in KNOBS}
 
     def words(self, other: Setting) -> str:
-        """What differs from `other`, for people."""
+        """Describe the knobs that differ from `other`."""
         differing = [knob for knob in KNOBS if getattr(self, knob) != getattr(other, knob)]
         return "; ".join(f"{TITLES[knob]} {shown(knob, getattr(self, knob))}" for knob in differing)
 
@@ -75,7 +75,7 @@ TITLES = {
 
 
 def shown(knob: str, value: Any) -> str:
-    """A knob's value for people."""
+    """Return a knob's value as text."""
     if knob == "placement":
         return f"parameters {value[0]}, states {value[1]}"
     if knob == "tile":
@@ -96,10 +96,10 @@ def _size(nbytes: int | None) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """What no setting may exceed; None for what the configuration says.
+    """Limits that no setting may exceed; None for those of the configuration.
 
     Attributes:
-        disk_bytes: of swap files, on all drives together; None for what is free.
+        disk_bytes: bytes of swap files on all drives together; None for the free space.
     """
 
     host_bytes: int | None = None
@@ -108,10 +108,10 @@ class Limits:
 
 
 def setting_of(config: Config, limits: Limits = Limits()) -> Setting:
-    """What a configuration has; an "auto" budget is the limit, where there is one.
+    """Return the setting of a configuration. An "auto" budget becomes the limit, if there is one.
 
     Raises:
-        ConfigError: it exceeds a limit.
+        ConfigError: a budget exceeds its limit.
     """
     tiering, aio, zero = config.tiering, config.aio, config.zero
     names = zero.stage == 3 and not config.waits
@@ -144,7 +144,7 @@ def _within(name: str, stated: int | None, limit: int | None) -> int | None:
     return stated
 
 
-# What there is to choose from #
+# Values of the knobs #
 
 
 def choices_of(
@@ -156,13 +156,13 @@ def choices_of(
     keep: Collection[str] = (),
     lossy: bool = False,
 ) -> Choices:
-    """Values of every knob that keep the promises of [Note: what is left alone]; the one that is given comes first.
+    """Return the values of every knob, within [Note: what is left alone]. The given value comes first.
 
     Args:
-        aio: what the drives were measured with.
-        discrete: the compute device has memory of its own.
-        keep: knobs that stay as they are.
-        lossy: other moments are allowed.
+        aio: the aio settings to try.
+        discrete: whether the compute device has memory of its own.
+        keep: knobs that keep their given value.
+        lossy: whether formats with rounded moments are allowed.
     """
     given = setting_of(config, limits)
     others: dict[str, Sequence[Any]] = {
@@ -180,7 +180,7 @@ def choices_of(
 
 
 def canonical(setting: Setting, given: Setting) -> Setting:
-    """The one of several settings that do the same: one micro-batch has no order."""
+    """Return the representative of equivalent settings: the order of a single micro-batch has no effect."""
     micro, count, order = setting.batch
     if count == 1 and order != given.batch[2]:
         return replace(setting, batch=(micro, count, given.batch[2]))
@@ -196,9 +196,9 @@ def _placements(config: Config, *, discrete: bool) -> list[Placement]:
 
 
 def _schedules(config: Config) -> list[str]:
-    """At stages 0 to 2 `auto` shows the newest parameters when `step()` returns, which named schedules do not."""
+    """Return the schedules to try. Below stage 3, only `auto` promises the newest parameters when `step()` returns."""
     waiting = "auto" if config.tiering.update_schedule == "auto" else "deferred"
-    # Where they wait, `auto` knows whether to run ahead of the norm is better.
+    # If updates wait for the norm, `auto` decides whether speculative updates are better.
     overlapping = [waiting] if config.waits else ["backward", "deferred"]
     if config.zero.stage == 3 or config.tiering.update_schedule in overlapping:
         return overlapping
@@ -211,11 +211,11 @@ def _tiles(config: Config) -> list[int | None]:
 
 
 def _batches(config: Config) -> Iterator[Batch]:
-    """Ways to cut what a rank has of the global batch, the largest micro-batches first."""
+    """Yield the ways to divide a rank's part of the global batch, the largest micro-batches first."""
     micro, count = config.micro_batch_size, config.gradient_accumulation_steps
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     if not config.managed_accumulation or any(config.get(key) == "auto" for key in keys):
-        return  # the training loop says what they are
+        return  # the training loop decides them
     total = micro * count
     sizes = [size for size in range(total, 0, -1) if total % size == 0]
     for size in sizes[: _MOST_CUTS - 1] + sizes[_MOST_CUTS - 1 :][-1:]:
@@ -223,11 +223,11 @@ def _batches(config: Config) -> Iterator[Batch]:
             yield size, total // size, order
 
 
-# In the file #
+# Keys of the file #
 
 
 def keys_of(config: Config, setting: Setting, knobs: Collection[str] = KNOBS) -> dict[str, Any]:
-    """The keys, by dotted path, that give `config` another setting; only what differs from what it has."""
+    """Return the keys, by dotted path, that change `config` to this setting. Unchanged keys are left out."""
     given = setting_of(config)
     keys: dict[str, Any] = {}
     for knob in knobs:
@@ -236,7 +236,7 @@ def keys_of(config: Config, setting: Setting, knobs: Collection[str] = KNOBS) ->
         keys |= {path: _value(path, new) for path, old, new in pairs if old != new}
     paths = [str(nvme.path) for nvme in config.tiering.nvme]
     if any(path in _PATHS["placement"] for path in keys) and paths and not _tiering(config).get("nvme"):
-        keys["tiering.nvme"] = [{"path": path} for path in paths]  # a section that moves has no path of its own
+        keys["tiering.nvme"] = [{"path": path} for path in paths]  # the new offload section has no `nvme_path`
     return keys
 
 
@@ -257,7 +257,7 @@ def _parts(value: Any) -> tuple[Any, ...]:
 
 
 def _value(path: str, value: Any) -> Any:
-    """As people write it: `4MiB` where that is exact."""
+    """Return the value as users write it: `4MiB` if that is exact."""
     if path not in _SIZES:
         return value
     if value is None:

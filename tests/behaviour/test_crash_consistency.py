@@ -461,7 +461,7 @@ def test_what_another_user_has_left_is_not_removed(stopped, capsys) -> None:
     with pytest.raises(CheckpointError, match=f"{kept.name} is refused"):
         start(stopped)
     assert main(["states", "list", str(stopped)]) == 0
-    assert "run 0123456789abcdef  rank 0  step ?  0 B  not to be gone on from: it" in capsys.readouterr().out
+    assert "run 0123456789abcdef  rank 0  step ?  0 B  cannot be resumed: it" in capsys.readouterr().out
     assert main(["states", "remove", str(stopped)]) == 0
     assert f"{kept} is left: it" in capsys.readouterr().err
     assert kept.exists()

@@ -183,7 +183,7 @@ def test_a_writer_that_fails_is_left_out_and_training_goes_on(wandb, tmp_path, c
         train(engine, 2)
         assert engine.global_steps == 3
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "wandb takes no more events, and is left out from here on: no network"
+        "wandb failed; later events are not written to it: no network"
     ]
     assert len(told(tmp_path, LOSS)) == 3
 

@@ -133,7 +133,7 @@ def test_what_goes_through_the_page_cache_is_said(tmp_path, capsys) -> None:
         (("--sweep", "--op", "write", "--max-write", "20MiB"), "--max-write leaves"),
         (("--sweep", "--max-write", "1MiB"), "the files alone take 16.00 MiB"),
         (("--resume", "x"), "add --sweep"),
-        (("--sweep", "--verify"), "goes without"),
+        (("--sweep", "--verify"), "cannot be combined"),
         (("--runs", "0"), "at least 1"),
     ],
 )

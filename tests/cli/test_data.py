@@ -84,7 +84,7 @@ def test_what_is_held_out_is_not_trained_on(corpus) -> None:
     assert samples.fingerprint()["samples"] == 15
     assert [part.tolist() for part in hold_out(source, 0.25, seed=1)] == [chosen.tolist(), held_out.tolist()]
     for share in (0.01, 0.99):
-        with pytest.raises(ConfigError, match="of 20 samples are"):
+        with pytest.raises(ConfigError, match="of 20 samples holds out"):
             hold_out(source, share, seed=1)
 
 
@@ -128,7 +128,7 @@ def test_files_are_tokenized_line_after_line_in_bounded_pieces(tmp_path, monkeyp
 def test_text_without_tokens_is_refused_by_name(tmp_path) -> None:
     path = tmp_path / "blank.txt"
     path.write_text("   \n  ")
-    with pytest.raises(ConfigError, match=r"makes no token of --data \(.*blank\.txt\)"):
+    with pytest.raises(ConfigError, match=r"finds no token in --data \(.*blank\.txt\)"):
         TokenizedFiles([path], WordLengths())
 
 

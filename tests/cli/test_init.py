@@ -46,7 +46,7 @@ def test_a_configuration_is_written_and_trains(chosen, quick, monkeypatch, capsy
     assert main(["plan", "--model", "gpt2:tiny", "--config", "infinity.json", "--profile", "profile.json"]) == 0
     capsys.readouterr()
     assert main(["init", "--nvme", "a"]) == 2
-    assert "infinity.json is there already" in capsys.readouterr().err
+    assert "infinity.json already exists" in capsys.readouterr().err
 
 
 def test_what_is_measured_is_json_too(quick, capsys) -> None:

@@ -57,7 +57,7 @@ def test_an_error_is_told_and_ends_all_ranks(workspace) -> None:
     assert ended.returncode == 2
     assert "--steps is 0" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert re.search(r"infinity run: rank [01] ended with exit code 2; what it printed is above\n$", ended.stderr)
+    assert re.search(r"infinity run: rank [01] ended with exit code 2; its output is above\n$", ended.stderr)
     joined = train_arguments(workspace, "--steps", "2", "--seq-len", "100000")
     ended = ranks(2, "-m", "infinity.cli.main", *joined, namespace=False)
     assert ended.returncode == 2
@@ -75,7 +75,7 @@ def test_the_rank_that_was_killed_is_named_and_not_those_that_were_ended_for_it(
     )
     ended = run("--ranks", "2", str(script))
     assert ended.returncode == 128 + signal.SIGKILL
-    assert ended.stderr.endswith("infinity run: rank 1 ended with signal 9 (SIGKILL); what it printed is above\n")
+    assert ended.stderr.endswith("infinity run: rank 1 ended with signal 9 (SIGKILL); its output is above\n")
 
 
 def test_a_port_that_another_program_uses_is_named(tmp_path: Path) -> None:

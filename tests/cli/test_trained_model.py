@@ -347,7 +347,7 @@ def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(workspace, monke
         assert main(arguments(workspace, *options)) == 2
         shown = capsys.readouterr().err
         assert f"saved {workspace}/checkpoints/global_step2" in shown
-        assert f"`infinity checkpoint export {workspace}/checkpoints DIRECTORY` makes it of the checkpoint" in shown
+        assert f"`infinity checkpoint export {workspace}/checkpoints DIRECTORY` creates it from the checkpoint" in shown
         assert "error: [Errno 28] the model cannot be written: No space left on device; free some space" in shown
         patched.setattr("infinity.checkpoint.directory._swap", full)
         assert main(arguments(workspace, *options, "--save-dir", str(workspace / "full"))) == 2

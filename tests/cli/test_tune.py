@@ -82,7 +82,7 @@ def tune(tmp_path: Path, *more: str) -> int:
 def test_what_is_written_trains_and_says_why(stand_in, tmp_path, capsys) -> None:
     assert tune(tmp_path, "--keep", "batch", "--html", str(tmp_path / "report.html")) == 0
     out = capsys.readouterr().out
-    assert "2.00 times as fast as it was given" in out
+    assert "2.00 times as fast as the given configuration" in out
     assert re.search(r"updates +barrier -> (backward|deferred)", out)
     given, tuned = read_json(config_file(tmp_path)), read_json(tmp_path / "tuned.json")
     assert [key for key in tuned if key in given] == list(given)
@@ -109,7 +109,7 @@ def test_json_and_a_tuned_file_that_is_tuned_again(stand_in, tmp_path, capsys) -
     assert main([*arguments, "--seq-len", "16", "--json", "--keep", "batch"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert not again["changed"]
-    assert "nothing beats the given configuration" in again["headline"]
+    assert "no setting is faster than the given configuration" in again["headline"]
     first, second = read_json(tmp_path / "tuned.json"), read_json(tmp_path / "again.json")
     assert first.pop("tuned") != second.pop("tuned")
     assert first == second
@@ -124,7 +124,7 @@ def test_an_auto_budget_is_limited_even_where_nothing_else_changes(stand_in, tmp
     out = tmp_path / "tuned.json"
     arguments = ["tune", str(path), "--model", "gpt2:tiny", "--out", str(out), "--seq-len", "16", "--keep", "placement"]
     assert main([*arguments, *keep, "--host-memory", "8MiB"]) == 0
-    assert "nothing beats the given configuration" in capsys.readouterr().out
+    assert "no setting is faster than the given configuration" in capsys.readouterr().out
     tuned = read_json(out)
     assert tuned["tiering"].pop("host_memory") == "8MiB"
     tuned.pop("tuned")
@@ -147,11 +147,11 @@ def test_a_signal_leaves_the_best_so_far_and_resume_goes_on(
     monkeypatch.setattr(Trials, "measure", interrupted)
     assert tune(tmp_path, "--json", "--keep", "batch") == code
     facts = json.loads(capsys.readouterr().out)
-    assert facts["ending"] == "interrupted; --resume goes on"
+    assert facts["ending"] == "interrupted; --resume continues"
     assert facts["ratio"] == pytest.approx(0.5)
     assert read_json(tmp_path / "tuned.json") == facts["config"]
     assert tune(tmp_path) == 2
-    assert "holds a search that was begun before: give --resume" in capsys.readouterr().err
+    assert "holds an earlier search: give --resume" in capsys.readouterr().err
     assert tune(tmp_path, "--resume", "--keep", "aio") == 2
     assert "it was begun with another keep" in capsys.readouterr().err
     assert tune(tmp_path, "--resume", "--json", "--keep", "batch") == 0
@@ -168,7 +168,7 @@ def test_a_signal_leaves_the_best_so_far_and_resume_goes_on(
         (["--steps", "0"], "--steps is 0; it must be at least 1"),
         (["--host-memory", "1MiB"], "tiering.host_memory is 1.00 GiB, above --host-memory 1.00 MiB"),
         (["--out", "/nowhere/tuned.json"], "--out /nowhere/tuned.json: there is no such directory"),
-        (["--out", "config.json"], "which stays as it is: name another file"),
+        (["--out", "config.json"], "which is not overwritten: name another file"),
         (["--html", "/nowhere/page.html"], "there is no such directory"),
     ],
 )
@@ -236,7 +236,7 @@ def test_the_time_that_is_left_ends_a_trial_and_its_process(stand_in, tmp_path) 
 @pytest.mark.parametrize(
     ("ending", "words"),
     [
-        ("os.kill(os.getpid(), 9)", "killed by the system, as a rule for want of memory"),
+        ("os.kill(os.getpid(), 9)", "killed by the system, usually because memory ran out"),
         ("print('why it was', file=sys.stderr); sys.exit(3)", "it ended with 3: why it was"),
     ],
 )

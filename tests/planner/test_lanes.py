@@ -56,5 +56,5 @@ def test_what_takes_no_time_is_done_at_once() -> None:
 
 def test_a_wait_for_nothing_is_an_error() -> None:
     machine = Lanes({"a": "one"}, even)
-    with pytest.raises(RuntimeError, match="everybody waits"):
+    with pytest.raises(RuntimeError, match="deadlock"):
         machine.wait_until(lambda: False, "a")

@@ -67,7 +67,7 @@ def test_states_on_the_device_put_nothing_on_the_link_and_sums_leave_once(capsys
 
 def test_it_says_that_nothing_is_measured(capsys) -> None:
     assert main([*SMALL[:-1], "--emulate", "4090"]) == 0
-    assert "4090, which is not here: all of this is computed, nothing measured on it" in capsys.readouterr().out
+    assert "4090, emulated: all numbers are computed, none was measured on it" in capsys.readouterr().out
     facts = planned(capsys, "--emulate", "4090")
     assert (facts["emulated"], facts["measured"]) == ("4090", False)
 

@@ -216,7 +216,7 @@ class _OneThread(Clock):
 
     def wait_for_next(self) -> None:
         if not self._left:
-            violate("progress", "somebody waits, and nothing is under way")
+            violate("progress", "a thread waits, but no operation is in flight")
         self.wait(self._of_worker() or self._left[0])
 
 

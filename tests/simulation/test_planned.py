@@ -125,7 +125,7 @@ def test_a_violation_names_its_seed_and_is_found_again(tmp_path: Path, capsys) -
 
 def test_options_that_make_no_sense_say_so(tmp_path: Path, capsys) -> None:
     assert main([*arguments(tmp_path)[:-2], "--seed", "3"]) == 2
-    assert "--seed is of --simulate-faults" in capsys.readouterr().err
+    assert "--seed needs --simulate-faults" in capsys.readouterr().err
     assert main([*arguments(tmp_path)[:-1], "0"]) == 2
     assert "must be at least 1" in capsys.readouterr().err
 

@@ -283,4 +283,4 @@ def test_top_as_json(two_runs, capsys) -> None:
 
 def test_top_of_nothing(capsys) -> None:
     assert main(["top", "--once"]) == 0
-    assert "nothing of this user trains" in capsys.readouterr().out
+    assert "no training of this user runs" in capsys.readouterr().out

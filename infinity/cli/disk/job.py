@@ -1,4 +1,4 @@
-"""What was asked of `infinity bench-io`, checked, and what it will write."""
+"""The checked options of `infinity bench-io`, and the bytes that it will write."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from infinity.io.fio import fio_version
 from infinity.io.patterns import check_operation, written_share
 
 _DEFAULT_OPERATIONS = ("read", "write", "mixed")
-_FIO_RUNTIME_S = 3.0  # of a run beside fio; the ratio of shorter ones says more of the drive's moods
+_FIO_RUNTIME_S = 3.0  # of a run that is compared with fio; the ratio of shorter runs mostly shows the drive's variance
 _SWEPT_S = 0.5  # of one measurement of a sweep
-_MOST_SWEPT_BYTES = 64 << 30  # what a sweep may write unless it is told: wear, on a drive that counts it
+_MOST_SWEPT_BYTES = 64 << 30  # the default limit of what a sweep writes, because writes wear a drive
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Job:
     """What to measure.
 
     Attributes:
-        huge_pages: memory lies in them where the kernel has them; beside fio, only where fio's does, too.
-        pages_by_name: that was asked for.
-        most_written_bytes: never to be exceeded; None for any number.
-        runtime_s: of a run, which then takes whole passes over the file; 0 for one pass. Of a sweep's measurement.
+        huge_pages: use huge pages if the kernel has them; in a comparison with fio, only if fio's memory has them, too.
+        pages_by_name: whether --pages was given.
+        most_written_bytes: limit of the bytes written; None for no limit.
+        runtime_s: seconds of a run, in whole passes over the file; 0 for one pass. With --sweep, of a measurement.
         fio: measure fio in turn; `fio_engine` is its engine, None for the counterpart of ours.
     """
 
@@ -48,15 +48,15 @@ class Job:
     json: bool
 
     def fill_bytes(self) -> int:
-        """Written before anything is measured: each file once."""
+        """Return the bytes that are written before the measurements: each file once."""
         return self.size_bytes * len(self.paths)
 
     def least_written_bytes(self) -> int:
-        """By everything, if every run goes over its file once; `--runtime` may need more."""
+        """Return the bytes written in total if each run takes one pass over its file; `--runtime` may need more."""
         return self.fill_bytes() + sum(map(self._written_per_pass, self.operations)) + self._verified_bytes()
 
     def written_bytes_at(self, bytes_per_s: float) -> int:
-        """About what is written where `--runtime` needs more than one pass, on a drive that writes so fast."""
+        """Return about how many bytes are written with `--runtime`, on a drive of this rate."""
         if not self.runtime_s:
             return self.least_written_bytes()
         passes = max(1.0, self.runtime_s * bytes_per_s / self.size_bytes)
@@ -65,10 +65,10 @@ class Job:
         return about if self.most_written_bytes is None else min(about, self.most_written_bytes)
 
     def most_passes(self, operation: str) -> int | None:
-        """Of one run, so that all operations together stay within what may be written; None for any number.
+        """Return the most passes of one run within the limit of bytes written; None for no limit.
 
         Raises:
-            ConfigError: not even one pass is within it.
+            ConfigError: one pass for each run would exceed the limit.
         """
         if self.most_written_bytes is None or not written_share(operation):
             return None
@@ -92,7 +92,7 @@ class Job:
 
 
 def job_of(args: argparse.Namespace) -> Job:
-    """Check what was asked; what was not is as training has it.
+    """Return the checked options. Options that are not given have the values of training.
 
     Raises:
         ConfigError: an option or a combination that cannot work.
@@ -103,16 +103,16 @@ def job_of(args: argparse.Namespace) -> Job:
     if args.sweep and args.runtime == 0:
         raise ConfigError("--runtime is 0; with --sweep it must be more: the seconds of one measurement")
     if not args.sweep and (args.plot or args.write_config or args.resume):
-        raise ConfigError("--plot, --write-config and --resume are of what --sweep finds; add --sweep")
+        raise ConfigError("--plot, --write-config and --resume need --sweep: add --sweep")
     if args.sweep and (args.compare_fio or args.verify):
-        raise ConfigError("--sweep goes without --compare-fio and --verify")
+        raise ConfigError("--sweep cannot be combined with --compare-fio or --verify")
     operations = tuple(dict.fromkeys(args.op or (("mixed",) if args.sweep else _DEFAULT_OPERATIONS)))
     for operation in operations:
         check_operation(operation)
     if args.verify and not any(written_share(operation) for operation in operations):
         raise ConfigError(f"--verify reads back what was written, and {', '.join(operations)} writes nothing")
     if args.compare_fio:
-        fio_version()  # missing is better said before a file is written than after
+        fio_version()  # raises if fio is missing, before a file is written
     config = load_config(args.config or {})
     paths = tuple(path.absolute() for path in args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
     check_apart("--path", paths)

@@ -1,4 +1,4 @@
-"""Measures one setting on every path, alone and all at once."""
+"""Measures one setting on each path alone, and on all paths at once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from infinity.io.patterns import written_share
 from infinity.io.verify import verify
 from infinity.memory.filled import random_memory
 
-_WARM_UP_SHARE = 1 / 3  # of `--runtime`, from which the passes of all runs follow
-_SLOWER = 1.2  # than in the warm-up a run may be, and still take as long as it should
+_WARM_UP_SHARE = 1 / 3  # of `--runtime`; the rate of the warm-up gives the number of passes
+_MARGIN = 1.2  # factor on the passes, so that a run that is faster than the warm-up is long enough
 
 
 def measure(job: Job, files: Sequence[Path], buffers: Span) -> None:
-    """Every operation on every file, then on all files at once; prints each as it is done."""
+    """Measure every operation on every file, then on all files at once. Print each result when it is known."""
     turns = _Turns(job)
     alone: dict[tuple[Path, str], float] = {}
     with turns.progress.following("", turns.share):
@@ -43,7 +43,7 @@ def measure(job: Job, files: Sequence[Path], buffers: Span) -> None:
 
 
 def _measure_alone(job: Job, file: Path, operation: str, buffers: Span, turns: _Turns) -> float:
-    """One operation on one path; returns the median rate."""
+    """Measure one operation on one path. Return the median rate in bytes per second."""
     with _session(job, file, buffers, turns) as session:
         measurement = _Measurement(job, file, operation, session, turns)
         try:
@@ -62,7 +62,7 @@ def _session(job: Job, file: Path, buffers: Span, turns: _Turns) -> BenchSession
 
 
 class _Turns:
-    """How far the whole command is: turns of all kinds take about as long as one another."""
+    """Progress of the whole command, in turns; turns of all kinds are assumed to take equally long."""
 
     def __init__(self, job: Job) -> None:
         runs = job.runs * (2 if job.fio else 1) + (1 if job.runtime_s else 0)
@@ -75,12 +75,12 @@ class _Turns:
         self.progress = Progress()
 
     def share(self) -> float:
-        """How much of the command is done, 0 to 1."""
+        """Return the share of the command that is done, 0 to 1."""
         return self._done + self._weight * min(1.0, self._share()) / self._total
 
     @contextmanager
     def turn(self, text: str, share: Callable[[], float], weight: float = 1.0) -> Iterator[None]:
-        """One of them, and how much of it is done, 0 to 1."""
+        """Count the context as a turn. `share` returns the part of the turn that is done, 0 to 1."""
         self.progress.say(text)
         self._weight, self._share = weight, share
         yield
@@ -89,14 +89,14 @@ class _Turns:
 
     @contextmanager
     def timed_turn(self, text: str, seconds: float, weight: float = 1.0) -> Iterator[None]:
-        """One that takes about so long."""
+        """Count the context as a turn that takes about this long."""
         began_s = time.monotonic()
         with self.turn(text, lambda: (time.monotonic() - began_s) / seconds, weight):
             yield
 
 
 class _Measurement:
-    """One operation on one path: our runs, and fio's in turn with them."""
+    """Measures one operation on one path: runs of infinity, and in turn with them runs of fio."""
 
     def __init__(self, job: Job, file: Path, operation: str, session: BenchSession, turns: _Turns) -> None:
         self._job = job
@@ -111,7 +111,7 @@ class _Measurement:
         self._fio_job = self._prepare_fio() if job.fio else None
 
     def run(self) -> None:
-        """Do all of it: a run that settles how many passes `--runtime` takes, then the runs that count."""
+        """Run a warm-up that determines the passes of `--runtime`, then the measured runs, then `--verify`."""
         passes = self._passes()
         while len(self._runs) < self._job.runs:
             self._one_round(passes)
@@ -120,17 +120,17 @@ class _Measurement:
                 self._verified_bytes = verify(self._session, self._operation)
 
     def _passes(self) -> int:
-        """Of every run, ours and fio's: as many as take `--runtime` and may be written, and at least one."""
+        """Return the passes of every run, ours and fio's: about `--runtime`, within the limit of writes, at least 1."""
         seconds, most = self._job.runtime_s, self._job.most_passes(self._operation)
         if not seconds:
             return 1
         with self._turns.timed_turn(self._text("warm-up"), _WARM_UP_SHARE * seconds):
             first = self._session.run(self._operation, _WARM_UP_SHARE * seconds, most_passes=most)
-        wanted = math.ceil(_SLOWER * seconds * first.passes / first.seconds)
+        wanted = math.ceil(_MARGIN * seconds * first.passes / first.seconds)
         return wanted if most is None else min(wanted, most)
 
     def _one_round(self, passes: int) -> None:
-        """Both, in changing order, so that neither always finds what the other left behind."""
+        """Run infinity and fio once each, in random order, so that neither is always measured after the other."""
         turns = [self._our_turn] if self._fio_job is None else [self._our_turn, self._turn_of_fio]
         random.shuffle(turns)
         number = f"run {len(self._runs) + 1} of {self._job.runs}"
@@ -145,8 +145,8 @@ class _Measurement:
 
     @contextmanager
     def _memory_as_fio_has_it(self) -> Iterator[BenchSession]:
-        """Beside fio, memory that is allocated for this run: which pages happen to lie side by side decides how many
-        segments a drive sees for a block, and up to half of the rate."""
+        """In a comparison with fio, use memory that is allocated for this run, as fio does: with adjacent physical
+        pages, a drive sees fewer segments for each block, which changes the rate by up to half."""
         if self._fio_job is None:
             yield self._session
             return
@@ -155,7 +155,7 @@ class _Measurement:
             random_memory(ring_bytes(self._job.options), huge_pages=self._fio_job.huge_pages) as buffers,
             _session(self._job, self._file, buffers, self._turns) as session,
         ):
-            self._session = session  # whose run it is that an interrupt ends
+            self._session = session  # so that `show_partly` finds the run that an interrupt ends
             self._huge_page_bytes = huge_page_bytes(buffers)
             yield session
             self._session = before
@@ -184,7 +184,7 @@ class _Measurement:
         return replace(fio_job, huge_pages=job.huge_pages and self._has_huge_pages(fio_job))
 
     def _has_huge_pages(self, fio_job: FioJob) -> bool:
-        """Whether fio's memory lies in them as ours does; it reads once for that."""
+        """Whether fio's buffers are in huge pages like ours. Runs fio once, with reads."""
         ours, in_flight = self._huge_page_bytes, self._job.options.queue_depth * self._job.options.block_size_bytes
         with self._turns.timed_turn(self._text("fio's memory"), 1.0, 0.0):
             theirs = fio_huge_page_bytes(replace(fio_job, operation="read", order=()))
@@ -201,13 +201,13 @@ class _Measurement:
     # Results #
 
     def show(self) -> float:
-        """Print; returns the median rate."""
+        """Print the result. Return the median rate in bytes per second."""
         facts = self._facts(self._runs)
         show(facts, self._job)
         return statistics.median(run.bytes_per_s for run in self._runs)
 
     def show_partly(self) -> None:
-        """What was measured before an end that nobody planned; nothing if that is nothing."""
+        """Print what was measured before an interrupt or an error, if anything."""
         rest = self._session.unfinished
         runs = self._runs or ([rest] if rest is not None and rest.nbytes else [])
         if runs:
@@ -240,8 +240,8 @@ class _Measurement:
 def _measure_together(
     job: Job, files: Sequence[Path], operation: str, buffers: Span, alone: dict[Path, float], turns: _Turns
 ) -> None:
-    """All paths at once, each with an engine of its own: what striping over them will give."""
-    # The fastest goes over its file as often as it did alone; the others in proportion, as striping gives them shares.
+    """Measure all paths at once, each with its own I/O engine: the rate of striping over them."""
+    # The fastest path takes as many passes as alone, the others in proportion to their rate, as in striping.
     seconds = job.runs * job.size_bytes / max(alone.values())
     if job.runtime_s:
         most = job.most_passes(operation)
@@ -275,7 +275,7 @@ def _measure_together(
 
 
 def together(runs: Sequence[BenchRun]) -> BenchRun:
-    """Runs of one time as one; each has counted the processor time of the whole process."""
+    """Combine simultaneous runs into one. Each of them has counted the processor time of the whole process."""
     longest = max(runs, key=lambda run: run.seconds)
     return BenchRun(
         longest.seconds,

@@ -1,4 +1,4 @@
-"""Results of `infinity bench-io` as facts, and facts as lines."""
+"""Results of `infinity bench-io` as JSON values and as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infinity.io.latency import NO_LATENCIES, Latencies
 VERSION = 3
 _LABEL_CHARS = 11
 _INDENT_CHARS = 2
-_WHOLE_CHARS = 30  # of a part that is not folded
+_WHOLE_CHARS = 30  # parts of a line up to this length are not folded
 _LEAST_COLUMNS = 40
 _MOST_COLUMNS = 100
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -27,7 +27,7 @@ Facts = dict[str, Any]
 
 
 def setting_facts(options: IoOptions, backend: str) -> Facts:
-    """How blocks are moved."""
+    """Return the facts of a setting: how blocks are moved."""
     facts: Facts = {
         "backend": backend,
         "block_size_bytes": options.block_size_bytes,
@@ -37,7 +37,7 @@ def setting_facts(options: IoOptions, backend: str) -> Facts:
 
 
 def run_facts(runs: Sequence[BenchRun]) -> Facts:
-    """Rates, processor time and latency of some runs of one thing."""
+    """Return rates, processor time and latency over repeated runs."""
     latencies = all_latencies(runs)
     return {
         "runs": len(runs),
@@ -56,7 +56,7 @@ def run_facts(runs: Sequence[BenchRun]) -> Facts:
 
 
 def fio_facts(ours: Sequence[BenchRun], theirs: Sequence[BenchRun], command: Sequence[str]) -> Facts:
-    """fio's runs, and ours beside them: ratios of what is shown of both, and of the pairs of runs that were in turn."""
+    """Return the facts of fio's runs, and the ratios of ours to them: of medians, and of pairs of consecutive runs."""
     us, fio = run_facts(ours), run_facts(theirs)
     pairs = [ours.bytes_per_s / theirs.bytes_per_s for ours, theirs in zip(ours, theirs, strict=True)]
     ratios = {
@@ -71,7 +71,7 @@ def fio_facts(ours: Sequence[BenchRun], theirs: Sequence[BenchRun], command: Seq
 
 
 def latency_ratios(ours: Latencies, theirs: Latencies) -> dict[str, float]:
-    """Of the percentiles that both have, by name: read_p50 and so on."""
+    """Return the ratio of each percentile that both have, by name, such as `read_p50`."""
     found = {}
     for kind, us, them in (("read", ours.read, theirs.read), ("write", ours.write, theirs.write)):
         known = them.percentiles_s()
@@ -82,7 +82,7 @@ def latency_ratios(ours: Latencies, theirs: Latencies) -> dict[str, float]:
 
 
 def all_latencies(runs: Sequence[BenchRun]) -> Latencies:
-    """Of the blocks of all runs."""
+    """Return the latencies of the blocks of all runs."""
     latencies = NO_LATENCIES
     for run in runs:
         latencies = latencies.plus(run.latencies)
@@ -95,7 +95,7 @@ def _spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def _cpu_parts(runs: Sequence[BenchRun]) -> dict[str, float]:
-    """User and system; and what the thread that submits took, and the engine's threads, which serve completions."""
+    """Return processor seconds per GB: user, system; the submitting thread ("caller"), and the engine's threads."""
     gigabytes = sum(run.nbytes for run in runs) / 1e9
     parts = {"user": sum(run.user_s for run in runs), "system": sum(run.system_s for run in runs)}
     callers = [run.caller_s for run in runs if run.caller_s is not None]
@@ -109,7 +109,7 @@ def _cpu_parts(runs: Sequence[BenchRun]) -> dict[str, float]:
 
 
 def show(facts: Facts, job: Job) -> None:
-    """Print one result, for people or as a line of JSON."""
+    """Print one result, as text or as a line of JSON."""
     if job.json:
         print(json.dumps({"version": VERSION, **facts}), flush=True)
         return
@@ -123,7 +123,7 @@ def show(facts: Facts, job: Job) -> None:
 
 
 def _show_one(facts: Facts) -> None:
-    note = "  INTERRUPTED, of what was measured until then" if facts.get("interrupted") else ""
+    note = "  INTERRUPTED: a partial result" if facts.get("interrupted") else ""
     print(
         f"{facts['op']}: {facts['backend']}, {block_text(facts['block_size_bytes'])} x {facts['queue_depth']}, "
         f"{facts['path']}{note}"
@@ -139,20 +139,20 @@ def _show_one(facts: Facts) -> None:
 
 
 def _show_together(facts: Facts) -> None:
-    """What all paths gave at once."""
+    """Print the result of all paths at once."""
     print(f"{facts['op']}: all {len(facts['paths'])} paths at once")
     _show_runs("", facts, _unit(facts["bytes_per_s"]["median"]))
     for place in facts["paths"]:
         _row(
             "of that",
             f"{place['bytes_per_s'] / 1e9:.2f} GB/s from {place['path']}, "
-            f"which alone gave {place['alone_bytes_per_s'] / 1e9:.2f}",
+            f"with {place['alone_bytes_per_s'] / 1e9:.2f} alone",
         )
-    _row("striping", f"{facts['share_of_sum']:.0%} of what they give one by one")
+    _row("striping", f"{facts['share_of_sum']:.0%} of the sum of their rates alone")
 
 
 def _unit(bytes_per_s: float) -> tuple[float, str]:
-    """Of rates that are shown together, by the least of them: bytes, and their name."""
+    """Return the unit for rates that are shown together, of which this is the lowest: its bytes and its name."""
     return (1e9, "GB/s") if bytes_per_s >= 1e8 else (1e6, "MB/s")
 
 
@@ -177,7 +177,7 @@ def _show_runs(whose: str, facts: Facts, unit_of_rates: tuple[float, str]) -> No
 
 
 def _show_ratios(facts: Facts) -> None:
-    """Quotients of the figures in the lines above."""
+    """Print the ratios of the values in the lines above."""
     ratios, pairs = facts["fio_ratio"], facts["fio_pairs"]
     _row(
         "ratio",
@@ -191,13 +191,13 @@ def _show_ratios(facts: Facts) -> None:
 
 
 def _row(label: str, *parts: str) -> None:
-    """A line of a result, folded between words, and not within a short part, which has a number and its unit."""
+    """Print a line of a result, folded between words, but not within a short part, such as a number and its unit."""
     joined = "  ".join(part if len(part) > _WHOLE_CHARS else part.replace(" ", _NO_BREAK) for part in parts)
     print(folded(joined, f"  {label:<{_LABEL_CHARS}}"))
 
 
 def folded(text: str, begin: str = "") -> str:
-    """Text in lines that fit the terminal, between words; the first begins with `begin`, others are indented alike."""
+    """Fold a text between words to the terminal's width. The first line begins with `begin`, others are indented."""
     lines = textwrap.fill(
         text,
         max(_LEAST_COLUMNS, min(_MOST_COLUMNS, shutil.get_terminal_size().columns)),
@@ -210,10 +210,10 @@ def folded(text: str, begin: str = "") -> str:
 
 
 def _count_text(count: int) -> str:
-    """6,144 or 3.2 M."""
+    """Return a count as 6,144 or 3.2 M."""
     return f"{count:,}" if count < 1_000_000 else f"{count / 1e6:.1f} M"
 
 
 def block_text(nbytes: int) -> str:
-    """128 KiB, 4 MiB."""
+    """Return a block size as 128 KiB or 4 MiB."""
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 and not nbytes % (1 << 20) else f"{nbytes >> 10} KiB"

@@ -1,4 +1,4 @@
-"""Every setting on every path: the sweep, its tables, its pictures, and the configuration that it leads to."""
+"""Measures every setting on every path (`--sweep`), prints and plots the results, and writes a configuration."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Sweeps:
     """The sweeps of one command, planned before anything is written.
 
     Args:
-        resume: a file that keeps what was measured; None keeps nothing.
+        resume: a file that stores the measurements; None to store none.
 
     Raises:
-        ConfigError: they would write more than they may, or `resume` is of others.
+        ConfigError: the files alone exceed --max-write, or `resume` belongs to other options.
     """
 
     def __init__(self, job: Job, resume: Path | None, memory_bytes: int) -> None:
@@ -56,7 +56,7 @@ class Sweeps:
 
     def _plan(self, path: Path, operation: str) -> SweepPlan:
         job = self._job
-        assert job.most_written_bytes is not None  # a sweep has a bound always
+        assert job.most_written_bytes is not None  # a sweep always has a limit
         share = written_share(operation)
         shares = len(job.paths) * sum(map(written_share, job.operations))
         left = job.most_written_bytes - job.fill_bytes()
@@ -79,14 +79,14 @@ class Sweeps:
 
     @property
     def ring_bytes(self) -> int:
-        """Of the memory that blocks move through."""
+        """Bytes of the buffers for the largest setting."""
         return max(ring_bytes(options) for plan in self._plans.values() for options in plan.settings)
 
     def announce(self) -> None:
-        """Say what will be written, before it is.
+        """Print how much will be written.
 
         Raises:
-            ConfigError: more than may be, with what was written before.
+            ConfigError: with the bytes of earlier runs, this exceeds --max-write.
         """
         written = sum(plan.written_bytes for plan in self._plans.values()) + self._job.fill_bytes()
         before = self._log.written_bytes
@@ -103,7 +103,7 @@ class Sweeps:
             raise ConfigError(f"--max-write {format_size(most)}: {format_size(before)} were written before; raise it")
 
     def run(self, files: Sequence[Path], buffers: Span) -> dict[Key, Sequence[SweepPoint]]:
-        """Measure everything; returns the points of every path and operation."""
+        """Measure everything. Return the points of every path and operation."""
         self._log.filled(self._job.fill_bytes())
         under_way = {
             (file.parent, operation): sweep(
@@ -123,7 +123,7 @@ class Sweeps:
         return {key: follower.points(key) for key in under_way}
 
     def _advance(self, key: Key, states: Iterator[SweepProgress], follower: _Follower, until: int | None) -> None:
-        """Go on until so many measurements are over, or to the end."""
+        """Continue a sweep until it has done `until` measurements, or to its end if None."""
         try:
             for state in states:
                 follower.see(key, state)
@@ -137,7 +137,7 @@ class Sweeps:
 
 
 class _Follower:
-    """What all sweeps of a command have found, and how far they are: a bar with the time that is left."""
+    """Collects the points of all sweeps of a command, and shows their progress and remaining time."""
 
     def __init__(self) -> None:
         self._seen: dict[Key, SweepProgress] = {}
@@ -145,7 +145,7 @@ class _Follower:
         self._began_s = self._seen_at_s = time.monotonic()
 
     def see(self, key: Key, state: SweepProgress) -> None:
-        """A sweep is further."""
+        """Take the new state of a sweep."""
         self._seen[key] = state
         self._seen_at_s = time.monotonic()
         path, operation = key
@@ -153,23 +153,23 @@ class _Follower:
         self.progress.say(f"{operation}: {state.done} of {state.total}{best}, {path}")
 
     def points(self, key: Key) -> Sequence[SweepPoint]:
-        """What is known of a sweep."""
+        """Return the points that a sweep has measured so far."""
         return self._seen[key].points if key in self._seen else ()
 
     @property
     def left_s(self) -> float:
-        """About what all of them will take from now on."""
+        """The estimated remaining seconds of all sweeps."""
         left_s = sum(state.left_s for state in self._seen.values())
         return max(0.0, left_s - (time.monotonic() - self._seen_at_s))
 
     def share(self) -> float:
-        """How much of all sweeps is done, 0 to 1, by the time that they take."""
+        """Return the share of the estimated time of all sweeps that has passed, 0 to 1."""
         passed_s = time.monotonic() - self._began_s
         return passed_s / max(passed_s + self.left_s, 1e-9)
 
 
 def sweep_memory_bytes(available_bytes: int) -> int:
-    """What the largest setting may take: of the memory that is free, a quarter."""
+    """Return the limit of the buffers' memory: a quarter of the free memory, at most what the largest setting needs."""
     wanted = max(ring_bytes(IoOptions(block, depth)) for block in BLOCK_SIZES_BYTES for depth in QUEUE_DEPTHS)
     return min(wanted, available_bytes // 4)
 
@@ -188,7 +188,7 @@ def show_points(
             print(json.dumps(_setting(key, plan, point, point is best, interrupted=interrupted)))
         return
     depths = sorted({point.options.queue_depth for point in points})
-    note = ", INTERRUPTED, of what was measured until then" if interrupted else ""
+    note = ", INTERRUPTED: a partial result" if interrupted else ""
     print(f"{operation} on {path}, GB/s{note}\n{'block':>8} " + " ".join(f"{f'x{depth}':>7}" for depth in depths))
     for block in sorted({point.options.block_size_bytes for point in points}):
         row = {point.options.queue_depth: point for point in points if point.options.block_size_bytes == block}
@@ -200,7 +200,7 @@ def show_points(
 
 
 def _verdict(default: IoOptions, best: SweepPoint, points: Sequence[SweepPoint]) -> str:
-    """Why it is the default, or why it is not."""
+    """Return why the best setting is the default, or by how much it is faster."""
     kept = next((point for point in points if point.options == default), None)
     if kept is None:
         return "the default was not measured"
@@ -239,7 +239,7 @@ def _setting(key: Key, plan: SweepPlan, point: SweepPoint, best: bool, *, interr
 
 
 def plot_all(path: Path, found: dict[Key, Sequence[SweepPoint]]) -> None:
-    """A picture for every sweep: `path` itself for one, and names of their own beside it for several."""
+    """Plot every sweep: a single one to `path`, several to the files of `plot_path`."""
     for (place, operation), points in found.items():
         target = path if len(found) == 1 else plot_path(path, place, operation, list({key[0]: None for key in found}))
         _plot(target, f"{operation} on {place}", points)
@@ -247,7 +247,7 @@ def plot_all(path: Path, found: dict[Key, Sequence[SweepPoint]]) -> None:
 
 
 def plot_path(path: Path, place: Path, operation: str, places: Sequence[Path]) -> Path:
-    """`out.png` becomes `out-read-nvme0.png`; directories of one last name are numbered."""
+    """Return the file for one of several plots: `out.png` becomes `out-read-nvme0.png`. Equal names are numbered."""
     name = re.sub(r"[^A-Za-z0-9._]+", "-", place.resolve().name) or "root"
     alike = [other for other in places if other.resolve().name == place.resolve().name]
     number = f"-{alike.index(place) + 1}" if len(alike) > 1 else ""
@@ -273,7 +273,7 @@ def _plot(path: Path, title: str, points: Sequence[SweepPoint]) -> None:
 
 
 def write_config(path: Path, found: dict[Key, Sequence[SweepPoint]], default: IoOptions) -> None:
-    """Replace the `aio` settings in a configuration, or make one of them alone: the best for all that was swept."""
+    """Write the `aio` settings that are best for all sweeps into a configuration, or into a new one."""
     try:
         options = best_for_all(list(found.values()), default).options
         values = {"aio.block_size": options.block_size_bytes, "aio.queue_depth": options.queue_depth}

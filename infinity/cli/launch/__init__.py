@@ -1,1 +1,1 @@
-"""Holds the scripts that processes of commands start with: Python puts a script's directory first on its path."""
+"""Scripts that commands start as processes. They have a directory of their own: Python puts it first on its path."""

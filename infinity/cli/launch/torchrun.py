@@ -1,4 +1,4 @@
-"""torchrun, which ends with one line instead of a traceback of its own below those of the ranks."""
+"""Runs torchrun, and replaces its traceback, which would follow those of the ranks, by one line."""
 
 import signal
 import sys
@@ -12,16 +12,16 @@ from torch.distributed.run import main  # noqa: E402
 
 
 def _order(failure: ProcessFailure) -> tuple[bool, int]:
-    """What ended first comes first; torchrun ends the other ranks by SIGTERM."""
+    """Sort key: the rank that failed first. Ranks that ended by SIGTERM come last: torchrun sends it to the others."""
     return failure.exitcode == -signal.SIGTERM, failure.timestamp
 
 
-def _told(error: ChildFailedError) -> int:
-    """Say which rank failed first; returns its exit code, as a shell has it."""
+def _report(error: ChildFailedError) -> int:
+    """Print which rank failed first. Return its exit code in the convention of shells."""
     rank, failure = min(error.failures.items(), key=lambda item: _order(item[1]))
     code = int(failure.exitcode)
     how = f"exit code {code}" if code >= 0 else f"signal {-code} ({failure.signal_name()})"
-    print(f"infinity run: rank {rank} ended with {how}; what it printed is above", file=sys.stderr)
+    print(f"infinity run: rank {rank} ended with {how}; its output is above", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     try:
         main()
     except ChildFailedError as error:
-        sys.exit(_told(error))
+        sys.exit(_report(error))
     except DistError as error:
         sys.exit(
             f"infinity run: the launchers cannot meet: {str(error).splitlines()[0]}. Give all machines the same "

@@ -1,11 +1,11 @@
-"""The script of what `infinity tune` starts: of the package that it lies in, whatever the working directory has."""
+"""Starts the worker of `infinity tune`, from the infinity that it belongs to, not one in the working directory."""
 
 import sys
 from pathlib import Path
 
 _ROOT = str(Path(__file__).resolve().parents[3])
 del sys.path[0]  # this file's directory
-if _ROOT not in sys.path:  # it was not installed
+if _ROOT not in sys.path:  # infinity is not installed
     sys.path.insert(0, _ROOT)
 
 from infinity.cli.tuning.worker import main  # noqa: E402

@@ -1,1 +1,1 @@
-"""Pages of HTML that need nothing else: no other file, no script, no network."""
+"""Self-contained pages of HTML: they need no other file, script or network."""

@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn here so that a page needs no other file and no network."""
+"""Charts as SVG, so that a page needs no other file and no network."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from itertools import pairwise
 _WIDTH, _HEIGHT = 560, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 14, 44
 _TICKS = 5
-_LETTER, _LINE, _MARK = 7.0, 18, 34  # of the legend: about the width of a letter, a line's height, a mark's room
-_MOST_POINTS = 400  # of a line; more are not seen
+_LETTER, _LINE, _MARK = 7.0, 18, 34  # legend: approximate width of a letter, height of a line, width of a mark
+_MOST_POINTS = 400  # points of a line; more cannot be distinguished
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points (x, y) with what each says under the pointer; joined by a line, or dots.
+    """Points (x, y), drawn as a line, dots or an area.
 
     Attributes:
+        labels: text of each point's tooltip.
         color: a CSS color.
-        steps: between points the line stays level until the next.
-        base: from which, at each point, an area is filled.
+        steps: draw the line as steps: level until the next point.
+        base: lower edge of a filled area, for each point.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """One of the two, from `low` to `high`."""
+    """The x or y axis, from `low` to `high`."""
 
     title: str
     low: float
@@ -45,13 +46,13 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value is on it, 0 to 1."""
+        """Return the position of a value on the axis, 0 to 1."""
         if self.log:
             return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        """Values that are written beside it."""
+        """Return the values to label."""
         if self.log:
             return [self.low * (self.high / self.low) ** (index / (_TICKS - 1)) for index in range(_TICKS)]
         step = _round_step((self.high - self.low) / _TICKS)
@@ -60,7 +61,7 @@ class Axis:
 
 
 def axis(title: str, values: Sequence[float], *, log: bool = False, zero: bool = False) -> Axis:
-    """One that has room for these values."""
+    """Return an axis that covers these values."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if log:
         return Axis(title, low / 1.15, high * 1.15, log=True)
@@ -69,14 +70,14 @@ def axis(title: str, values: Sequence[float], *, log: bool = False, zero: bool =
 
 
 def thinned(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
-    """At most so many values, each the mean of neighbours."""
+    """Return at most `most` values, each the mean of neighbouring values."""
     count = min(most, len(values))
     bounds = [index * len(values) // count for index in range(count + 1)] if count else [0]
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
 
 
 def chart(x: Axis, y: Axis, series: Sequence[Series]) -> str:
-    """An SVG element."""
+    """Return a chart as an SVG element."""
     legend = _legend([one for one in series if one.name])
     frame = _Frame(_TOP + _LINE * len(legend))
     parts = [
@@ -101,7 +102,7 @@ def chart(x: Axis, y: Axis, series: Sequence[Series]) -> str:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where the plot is in the drawing; above it is the legend."""
+    """The position of the plot in the drawing. The legend is above it."""
 
     top: int
 
@@ -139,7 +140,7 @@ def _drawn_frame(frame: _Frame, x: Axis, y: Axis) -> list[str]:
 
 
 def _tick(value: float) -> str:
-    """Whole numbers as they are: steps are counted in hundred thousands."""
+    """Return a label. Large values are shown in full, because step numbers may have six digits."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -151,7 +152,7 @@ def _area(frame: _Frame, x: Axis, y: Axis, one: Series) -> str:
 
 
 def _legend(named: Sequence[Series]) -> list[list[Series]]:
-    """Names in lines that are no longer than the drawing."""
+    """Return the series of each line of the legend; no line is wider than the drawing."""
     lines: list[list[Series]] = []
     left = 0.0
     for one in named:
@@ -192,6 +193,6 @@ def _across(x: Axis, value: float) -> float:
 
 
 def _round_step(step: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """Round up to 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step)

@@ -1,4 +1,4 @@
-"""The frame of a page, in light and in dark, and its parts that are no charts."""
+"""The frame of a page, in light and dark colors, and its tables and figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pre { background: var(--box); padding: 1rem; overflow-x: auto; } .changed { font
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A whole page; the parts are HTML, the title is text."""
+    """Return a whole page. The parts are HTML; the title is text, which is escaped."""
     return "\n".join(
         [
             "<!doctype html>",
@@ -46,18 +46,18 @@ def document(title: str, parts: Iterable[str]) -> str:
 def write_page(path: Path, text: str) -> None:
     """Write a page to the file of --html."""
     try:
-        path.write_text(text, encoding="utf-8", errors="replace")  # of a path that is not UTF-8
+        path.write_text(text, encoding="utf-8", errors="replace")  # the text may contain a path that is not UTF-8
     except OSError as error:
         raise ConfigError(f"--html {path} cannot be written: {error.strerror}") from error
 
 
 def table(heads: Sequence[str], rows: Iterable[str]) -> str:
-    """A table of rows that are HTML already; without a line of heads if there are none."""
+    """Return a table. The rows are HTML; the heads are text, and may be empty."""
     head = "<tr>" + "".join(f"<th>{escape(text)}</th>" for text in heads) + "</tr>" if heads else ""
     return f"<table>{head}{''.join(rows)}</table>"
 
 
 def figure(drawn: str, caption: str, *, wide: bool = False) -> str:
-    """A drawing with what is to be said of it."""
+    """Return a drawing with a caption."""
     kind = ' class="wide"' if wide else ""
     return f"<figure{kind}>{drawn}<figcaption>{escape(caption)}</figcaption></figure>"

@@ -1,1 +1,1 @@
-"""What a run was, from its log."""
+"""Reads the log of a run, and sums it up as numbers and as a page."""

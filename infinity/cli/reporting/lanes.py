@@ -1,4 +1,4 @@
-"""A timeline as a drawing: a row a lane."""
+"""Draws a timeline as SVG, with one row for each lane."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ COLOURS = {
 }
 _WIDTH, _LEFT, _RIGHT = 1140, 150, 10
 _ROW, _BAR, _TOP, _BOTTOM = 26, 18, 8, 34
-_STEPS = 3  # at most, the last ones: of more nothing is seen
-_LEAST_WIDTH = 1.0  # what is narrower is drawn with its neighbours
-_LETTER = 7  # about the width of one
+_STEPS = 3  # the last steps are drawn; more would be too narrow to see
+_LEAST_WIDTH = 1.0  # narrower spans are merged with their neighbours
+_LETTER = 7  # approximate width of a letter
 
 
 def lanes(spans: Sequence[Ran]) -> str:
-    """The last whole steps of a timeline; nothing if it has none."""
+    """Return a drawing of the last complete steps of a timeline, or a sentence if it has none."""
     windows = step_windows(spans)
     if not windows:
         return "<p>The timeline has no whole step.</p>"
@@ -57,7 +57,7 @@ def lanes(spans: Sequence[Ran]) -> str:
 
 
 def _bars(spans: Sequence[Ran], lane: Lane, down: float, begin_s: float, end_s: float, across: float) -> list[str]:
-    """The spans of a lane, those together that nobody could tell apart."""
+    """Return the bars of a lane. Spans too narrow to distinguish are merged."""
     parts: list[str] = []
     drawn = sorted((span for span in spans if span.start_s < end_s and span.end_s > begin_s), key=lambda s: s.start_s)
     index = 0

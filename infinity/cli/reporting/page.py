@@ -1,4 +1,4 @@
-"""A run as one page of HTML."""
+"""Shows a run as one page of HTML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.cli.reporting.read import Row, RunLines
 from infinity.cli.reporting.summary import Summary, phases_s, stalls
 from infinity.telemetry.timeline_summary import Ran
 
-# Colour-blind safe (Okabe and Ito), and seen on white and on black.
+# Colour-blind safe (Okabe and Ito), and visible on white and on black.
 _BLUE, _SKY, _GREEN, _ORANGE, _RED, _PINK, _GREY = (
     *("#3d8fd1", "#56b4e9", "#009e73", "#e69f00", "#d55e00"),
     *("#cc79a7", "#888888"),
@@ -28,12 +28,12 @@ _CAUSES = {
     "collective": _RED,
     "allocator": "#b8a000",
 }
-_SMOOTH = 50  # parts of the run that the mean loss is drawn by
-_FEW = 60  # steps up to which each is a dot that says its numbers
+_SMOOTH = 50  # points of the curve of the mean loss
+_FEW = 60  # a run of up to so many steps shows each step as a dot with a tooltip
 
 
 def page(title: str, run: RunLines, summary: Summary, timeline: Sequence[Ran]) -> str:
-    """The whole document."""
+    """Return the whole page."""
     rows = [f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in summary.rows()]
     parts = [table((), rows), "<h2>Learning</h2>", _losses(run), _over_steps(run, "lr", "learning rate")]
     if any(row.get("grad_norm") is not None for row in run.steps):
@@ -57,7 +57,7 @@ def _steps_axis(rows: Sequence[Row]) -> Axis:
 def _curve(
     rows: Sequence[Row], value: Callable[[Row], float], name: str, color: str, unit: str = "", *, dots: bool = True
 ) -> Series:
-    """A line through all steps; where they are few, with a dot each."""
+    """Return a line through all steps, with a dot for each if there are few."""
     steps, values = [float(row["step"]) for row in rows], [value(row) for row in rows]
     if len(rows) <= _FEW:
         labels = [f"step {step:.0f}: {one:.5g}{unit}" for step, one in zip(steps, values, strict=True)]
@@ -88,7 +88,7 @@ def _losses(run: RunLines) -> str:
     drawn = chart(_steps_axis(run.steps), axis("loss", _values(series)), series)
     caption = "Mean over all ranks and micro-batches."
     if run.resumed:
-        caption += f" The run was begun again before step {', '.join(map(str, run.resumed))}."
+        caption += f" The run was resumed before step {', '.join(map(str, run.resumed))}."
     return figure(drawn, caption)
 
 
@@ -101,7 +101,7 @@ def _over_steps(run: RunLines, key: str, title: str) -> str:
 
 
 def _split(run: RunLines) -> str:
-    """Areas on one another: what a step's time went into."""
+    """Draw the parts of a step's time as stacked areas."""
     rows = run.steps
     causes = list(stalls(rows))
     parts: list[tuple[str, str, list[float]]] = [
@@ -130,12 +130,12 @@ def _split(run: RunLines) -> str:
         base = top
     drawn = chart(_steps_axis(rows), axis("seconds of a step", base, zero=True), series)
     return figure(
-        drawn, "The compute thread's time. What the optimizer's thread and the drives do meanwhile costs nothing here."
+        drawn, "Time of the compute thread. Work of the optimizer's thread and the drives that overlaps is not counted."
     )
 
 
 def _edges(steps: Sequence[float]) -> list[float]:
-    """Where each step's part of the picture begins and ends: the middle between it and its neighbours."""
+    """Return where each step's part of the picture begins and ends: in the middle between it and its neighbours."""
     if len(steps) == 1:
         return [steps[0] - 0.5, steps[0] + 0.5]
     middles = [(a + b) / 2 for a, b in pairwise(steps)]
@@ -150,7 +150,7 @@ def _speed(run: RunLines) -> str:
 
 
 def _occupancy(run: RunLines) -> list[str]:
-    """A picture for each tier that fills up; files on the drives are as large as they are from the start."""
+    """Draw host and device memory over the steps. Files on the drives have a constant size, and are left out."""
     figures = []
     for tier, name in (("host", "host memory"), ("device", "device memory")):
         rows = [row for row in run.steps if tier in row.get("tiers", {})]
@@ -174,7 +174,7 @@ def _occupancy(run: RunLines) -> list[str]:
 
 
 def _moved(run: RunLines) -> str:
-    """Rates of the routes that were used."""
+    """Draw the rates of the routes that were used."""
     routes = (
         ("nvme_read", "read from the drives", _BLUE),
         ("nvme_write", "written to the drives", _RED),
@@ -189,4 +189,4 @@ def _moved(run: RunLines) -> str:
     if not series:
         return ""
     drawn = chart(_steps_axis(run.steps), axis("GB/s", _values(series), zero=True), series)
-    return figure(drawn, "Bytes of a step over its time, rank 0's; while it moves them a drive is faster.")
+    return figure(drawn, "Bytes of a step divided by its time, for rank 0. A drive that is not always busy is faster.")

@@ -17,13 +17,13 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunLines:
-    """A run, from its last start that did not go on from an earlier one.
+    """The last run of a log, from its start without --resume.
 
     Attributes:
-        about: what its first line says; empty where the file has only steps.
-        steps: in order; where a run has gone on from a checkpoint, a step counts as it was trained last.
-        evaluations: the same.
-        resumed: steps before which the run was begun again.
+        about: its first line; empty if the file has only steps.
+        steps: the steps in order. If a step was repeated after a resume, the last one counts.
+        evaluations: the same for evaluations.
+        resumed: steps before which the run was resumed.
     """
 
     about: Row
@@ -33,12 +33,12 @@ class RunLines:
 
 
 def read_log(path: Path) -> RunLines:
-    """The run of a file that `infinity train --log` has written, or of what `--json` has printed.
+    """Read the last run of a file that `infinity train --log` has written or `--json` has printed.
 
-    A last line that is not whole is left out: its process was killed, or is about to write it.
+    An incomplete last line is left out: its process was killed, or is still writing.
 
     Raises:
-        ConfigError: it cannot be read, a line is something else, or there is no step.
+        ConfigError: the file cannot be read, has a line of another format, or has no step.
     """
     try:
         lines = read_text(path).split("\n")
@@ -81,7 +81,7 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-# What a line may hold, see [Note: typed records] #
+# Schema of a line, see [Note: typed records] #
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A run in numbers."""
+"""Sums up a run in numbers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _PHASES = ("forward_s", "backward_s", "update_s")
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to; means are over its steps.
+    """The result of a run. Means are over its steps.
 
     Attributes:
-        first_loss, last_loss, least_loss: of training; None where no loss was finite.
-        eval_loss: of the last evaluation, `least_eval_loss` of the best, at `least_eval_step`.
-        step_s: median. `tokens_per_s` is over all of the time.
-        stall_share: of the step's time, by what was waited for.
-        bytes_a_step: moved, by route.
-        peak_bytes, capacity_bytes: of a tier.
+        first_loss, last_loss, least_loss: training losses; None if no loss was finite.
+        eval_loss: loss of the last evaluation; `least_eval_loss` is the best, at `least_eval_step`.
+        step_s: the median step. `tokens_per_s` is the mean over the whole time.
+        stall_share: share of the time that steps waited, by cause.
+        bytes_a_step: bytes moved, by route.
+        peak_bytes, capacity_bytes: by tier.
     """
 
     first_step: int
@@ -48,7 +48,7 @@ class Summary:
     resumed: list[int]
 
     def rows(self) -> list[tuple[str, str]]:
-        """For people: what it is, and the value."""
+        """Return the summary as pairs of a name and a text."""
         rows = [
             ("steps", f"{self.first_step} to {self.last_step}, {clock(self.train_s)} in them" + self._interruptions()),
             ("loss", f"{_loss(self.first_loss)} -> {_loss(self.last_loss)}, least {_loss(self.least_loss)}"),
@@ -77,7 +77,7 @@ class Summary:
         return rows
 
     def _interruptions(self) -> str:
-        resumed = f"; begun again before step {', '.join(map(str, self.resumed))}" if self.resumed else ""
+        resumed = f"; resumed before step {', '.join(map(str, self.resumed))}" if self.resumed else ""
         return (f"; {self.skipped} skipped" if self.skipped else "") + resumed
 
     def _waits(self) -> str:
@@ -87,7 +87,7 @@ class Summary:
 
 
 def summarize(run: RunLines) -> Summary:
-    """All of a run's steps."""
+    """Sum up all steps of a run."""
     steps = run.steps
     losses = [row["loss"] for row in steps if row.get("loss") is not None]
     evaluated = [(row["eval_loss"], row["step"]) for row in run.evaluations if row["eval_loss"] is not None]
@@ -119,7 +119,7 @@ def summarize(run: RunLines) -> Summary:
 
 
 def stalls(steps: Sequence[Row]) -> dict[str, float]:
-    """Seconds that steps waited, by cause, the longest first."""
+    """Return the seconds that steps waited, by cause, the longest first."""
     total_s: defaultdict[str, float] = defaultdict(float)
     for row in steps:
         for cause, seconds in row.get("stall_s", {}).items():
@@ -128,7 +128,7 @@ def stalls(steps: Sequence[Row]) -> dict[str, float]:
 
 
 def phases_s(row: Row) -> float:
-    """Seconds of a step in its forward and backward passes and its update."""
+    """Return the seconds of a step in its forward and backward passes and its update."""
     return sum(float(row.get(phase, 0.0)) for phase in _PHASES)
 
 

@@ -1,1 +1,1 @@
-"""What `infinity selftest` tries, each a file: trainings, a race, host memory and the optimizer on the device."""
+"""The checks of `infinity selftest`: trainings, a race, and host memory and the optimizer on the device."""

@@ -1,4 +1,4 @@
-"""Host memory that the device's driver has registered, and the optimizer's update on the device."""
+"""Checks of host memory that the device's driver has registered, and of the optimizer's update on the device."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from infinity.memory.pinning import register, unregister
 from infinity.tiers import AcceleratorLink
 
 _NBYTES = 32 << 20
-_NUMEL = 4099  # no multiple of what a kernel takes at once
+_NUMEL = 4099  # not a multiple of a kernel's block
 _UPDATES = 3
-# Of a parameter, and of what lies beside it.
+# Dtypes of a parameter and its master (or, for bfloat16, its low bits).
 _FORMS = ((torch.float32, None), (torch.bfloat16, torch.int16), (torch.float16, torch.float32))
 
 
 def checks(device: torch.device) -> Iterator[Check]:
-    """Nothing where the model computes on the CPU."""
+    """Yield the checks of a device; none for the CPU."""
     if device.type == "cpu":
         return
     yield Check("host memory", "registered, copied up and down", partial(_round_trip, device))
@@ -67,11 +67,11 @@ def _round_trip(device: torch.device) -> str:
         there += 1
         link.download(back.tensor(torch.uint8), there).result()
         same = torch.equal(back.tensor(torch.uint8), values + 1)
-    return "" if same else "what came back is not what was sent"
+    return "" if same else "the downloaded bytes differ from the uploaded ones"
 
 
 def _refused(device: torch.device) -> str:
-    """A driver that registers no memory twice must not have the next kernel pay for it."""
+    """Register memory twice, which drivers refuse. Their error must not surface in the next kernel."""
     with closing(Arena(_NBYTES, pin=device)) as arena, arena.lease(_NBYTES) as lease:
         try:
             if register(device, lease.address, lease.nbytes):
@@ -79,17 +79,18 @@ def _refused(device: torch.device) -> str:
         except CapacityError:
             pass
         right = torch.ones(8, device=device).sum().item() == 8
-    return "" if right else "a kernel after it computes something else"
+    return "" if right else "a kernel after the refusal computes a wrong result"
 
 
 def _norms(device: torch.device) -> str:
     values = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0))
     here, there = values.double().norm().item(), norm_on_device(values.to(device)).item()
-    return "" if abs(here - there) <= 1e-12 * here else f"the norm of {_NUMEL} values is {there} there, and {here} here"
+    same = abs(here - there) <= 1e-12 * here
+    return "" if same else f"the norm of {_NUMEL} values is {there} on the device, and {here} on the CPU"
 
 
 def _same_update(device: torch.device, name: str, dtype: torch.dtype, beside: torch.dtype | None) -> str:
-    """Some updates there have the bits of the host's kernels."""
+    """Compare updates on the device with those of the host's kernels, bit by bit."""
     made = torch.Generator().manual_seed(2)
     param = torch.randn(_NUMEL, generator=made).to(dtype)
     master = None
@@ -113,5 +114,5 @@ def _same_update(device: torch.device, name: str, dtype: torch.dtype, beside: to
         if ours is None or its is None:
             continue
         if not torch.equal(ours.view(torch.uint8), its.cpu().view(torch.uint8)):
-            return f"{what} have other bits than the host's kernels give"
+            return f"{what} differ from the result of the host's kernels"
     return ""

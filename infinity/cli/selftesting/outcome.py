@@ -1,4 +1,4 @@
-"""What has come of one check."""
+"""Checks and their outcomes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from infinity.errors import ConfigError
 class Verdict(Enum):
     RIGHT = "right"
     WRONG = "wrong"
-    REFUSED = "refused"  # by name: it cannot be had on this device
+    REFUSED = "refused"  # with an error that says why this device does not support it
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One check, and what is to be said of it.
+    """The result of one check.
 
     Attributes:
-        area: what it belongs to.
-        words: what differs, or why it was refused; nothing where it is right.
+        area: the group of checks that it belongs to.
+        words: what differs, or why it was refused; empty if it is right.
     """
 
     area: str
@@ -34,10 +34,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """Something to try.
+    """One check.
 
     Attributes:
-        run: returns what is wrong, in words; nothing where all is right.
+        run: returns what is wrong, in words; an empty text if all is right.
     """
 
     area: str
@@ -45,23 +45,23 @@ class Check:
     run: Callable[[], str]
 
     def outcome(self) -> Outcome:
-        """Try it; whatever it raises is an outcome, too."""
+        """Run the check. Errors become outcomes, too."""
         start_s = time.perf_counter()
         try:
             words = self.run()
             verdict = Verdict.WRONG if words else Verdict.RIGHT
         except ConfigError as error:
             verdict, words = Verdict.REFUSED, str(error)
-        except Exception as error:  # what it is does not matter: this does not work here
+        except Exception as error:  # any error means that this does not work on this machine
             verdict, words = Verdict.WRONG, f"{type(error).__name__}: {error}"
         return Outcome(self.area, self.name, verdict, words, time.perf_counter() - start_s)
 
 
 def outcomes(checks: list[Check], progress: Callable[[str, float], None]) -> Iterator[Outcome]:
-    """Try them one after the other.
+    """Run the checks one after the other.
 
     Args:
-        progress: is told what is tried, and how much of all is done.
+        progress: called with the next check, and the share of all checks that are done, 0 to 1.
     """
     for number, check in enumerate(checks):
         progress(f"{check.area}: {check.name}", number / len(checks))

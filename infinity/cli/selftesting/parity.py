@@ -1,4 +1,4 @@
-"""Training has the same bits wherever states are and whenever they are updated, and follows plain torch."""
+"""Checks that training gives the same bits for every placement and schedule, and follows plain torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ RECIPES = (
     Recipe("fp16", clipping=0.5),
 )
 HOMES = ("none", "cpu", "nvme")
-# So little that two blocks of four fit, beside all states or a few tiles of them.
+# Enough for two blocks of four, and all states or a few tiles of them.
 _HOST_BYTES = {"none": "2900KB", "cpu": "2900KB", "nvme": "900KB"}
 _DEVICE_BYTES = "700KB"
-_CLOSE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # to plain torch, relative
-# A race shows where copies last: units of 16 MiB, on a device that computes on few tokens.
+_CLOSE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 1e-2}  # allowed relative difference from plain torch's losses
+# Races show if copies take longer than computation: units of 16 MiB, and few tokens.
 _RACE = Recipe("bf16", steps=4, width=1024, blocks=3)
 
 
 class Parity:
-    """Trainings on one device, each held against the one whose updates wait for all of backward.
+    """Trainings on one device, each compared with a reference: the same training with the schedule `barrier`.
 
     Args:
         path: a directory on a drive.
@@ -55,14 +55,14 @@ class Parity:
         return "" if off < _CLOSE[recipe.precision] else f"the losses are {ours}, and {plain} in plain torch"
 
     def checks(self) -> Iterator[Check]:
-        """Of plain torch first, as all others are held against these trainings."""
+        """Yield all checks. Those against plain torch come first, because they check the references of the others."""
         for recipe in RECIPES:
-            yield Check("plain torch", _told(recipe), partial(self.follow, recipe))
+            yield Check("plain torch", _name(recipe), partial(self.follow, recipe))
         for recipe in RECIPES:
             for params in HOMES:
                 for states in HOMES:
                     place = self._tight(Place(params, states))
-                    name = f"parameters {params}, states {states}, {_told(recipe)}"
+                    name = f"parameters {params}, states {states}, {_name(recipe)}"
                     yield Check("placements", name, partial(self.compare, recipe, place))
         for name, recipe, place in self._others():
             yield Check("schedules and formats", name, partial(self.compare, recipe, place))
@@ -70,7 +70,7 @@ class Parity:
             yield Check("races", f"large units in {name}", partial(self.compare, _RACE, place))
 
     def _tight(self, place: Place) -> Place:
-        """With so little memory that units come and go."""
+        """Return the placement with so little memory that units are evicted."""
         if place.params == "none":
             return place
         if self._apart:
@@ -103,6 +103,6 @@ def _ratio(share: float) -> dict[str, object]:
     return {"offload_optimizer": {"device": "cpu", "ratio": share}}
 
 
-def _told(recipe: Recipe) -> str:
+def _name(recipe: Recipe) -> str:
     more = f", {recipe.accumulation} micro-batches" if recipe.accumulation > 1 else ""
     return recipe.precision + more + (", clipping" if recipe.clipping else "")

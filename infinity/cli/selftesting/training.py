@@ -1,4 +1,4 @@
-"""A small decoder, trained by the engine wherever its states are, and by plain torch."""
+"""Trains a small decoder with the engine, in any placement of its states, and with plain torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from infinity.setup import initialize
 
 VOCAB, TOKENS, ROWS, HEADS = 64, 16, 2, 4
 LR, BETAS, DECAY = 1e-2, (0.9, 0.999), 0.1
-EPS = 1e-2  # as large as gradients are: without it, Adam's steps would be the same whatever these are multiplied by
-SCALE_POWER = 8  # of the loss, in fp16
+EPS = 1e-2  # as large as the gradients: with a small one, Adam's steps would not show a wrong scale of gradients
+SCALE_POWER = 8  # exponent of the loss scale in fp16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,7 +52,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, VOCAB, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The loss, of predicting each token from those before it."""
+        """Return the loss of predicting each token from those before it."""
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
@@ -62,21 +62,21 @@ class Decoder(nn.Module):
 
 
 def decoder(width: int, blocks: int) -> Decoder:
-    """Always the same one."""
+    """Return a decoder with the same initial weights each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Decoder(width, blocks)
 
 
 def batches(count: int) -> list[torch.Tensor]:
-    """Token ids, in host memory."""
+    """Return token ids in host memory, each of shape [ROWS, TOKENS]."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, VOCAB, (ROWS, TOKENS), generator=generator) for _ in range(count)]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, without a word of where its states are."""
+    """What is trained. `Place` says where its states are."""
 
     precision: str = "bf16"
     accumulation: int = 1
@@ -91,7 +91,7 @@ class Place:
     """Where states are, and when they are updated.
 
     Attributes:
-        tiering, zero: more of these sections of the configuration.
+        tiering, zero: additional keys for these sections of the configuration.
     """
 
     params: str = "none"
@@ -107,7 +107,7 @@ class Trained:
     weights: dict[str, torch.Tensor]
 
     def difference(self, other: Trained) -> str:
-        """What has other bits than there, in words."""
+        """Return what differs from another training, in words; empty if all bits are equal."""
         different = [name for name, values in self.weights.items() if not torch.equal(values, other.weights[name])]
         if different:
             off = max((self.weights[n].float() - other.weights[n].float()).abs().max().item() for n in different)
@@ -118,7 +118,7 @@ class Trained:
 
 
 def config_of(recipe: Recipe, place: Place, path: Path) -> dict[str, Any]:
-    """The engine's configuration, with a directory on a drive."""
+    """Return the engine's configuration. `path` is a directory on a drive."""
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": recipe.accumulation,
@@ -155,14 +155,14 @@ def train(recipe: Recipe, place: Place, device: torch.device, path: Path) -> Tra
     losses = []
     with initialize(model=model, config=config_of(recipe, place, path), device=device)[0] as engine:
         for step in range(recipe.steps):
-            # Losses are read at the end alone: to read one waits for the device, and hides what nobody else waits for.
+            # Losses are read at the end: reading one waits for the device, which would hide a missing wait elsewhere.
             losses.append(engine.train_batch(data[step * recipe.accumulation : (step + 1) * recipe.accumulation]))
         weights = {name: values.cpu() for name, values in engine.named_parameters()}
         return Trained([loss.item() for loss in losses], weights)
 
 
 def train_plainly(recipe: Recipe, device: torch.device) -> list[float]:
-    """The losses of plain torch: masters in float32, the model in the precision that it computes in."""
+    """Return the losses of plain torch, with master weights in float32 and a model in the recipe's precision."""
     masters = decoder(recipe.width, recipe.blocks).to(device)
     model = copy.deepcopy(masters).to(DTYPES[recipe.precision])
     adam = torch.optim.AdamW(masters.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
@@ -192,10 +192,10 @@ def train_plainly(recipe: Recipe, device: torch.device) -> list[float]:
 
 @contextmanager
 def same_bits_each_time() -> Iterator[None]:
-    """Kernels add up in one order inside, so that only what is wrong differs."""
+    """Use deterministic kernels in this context, so that every difference is an error."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are small: on a busy machine, threads of torch's would wait for one another
+    torch.set_num_threads(1)  # the models are small: on a busy machine, torch's threads would wait for each other
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

@@ -1,4 +1,4 @@
-"""Documents of one sample must not see each other. That is the model's to do, so it is asked whether it does."""
+"""Checks that a model keeps the documents of a packed sample apart: no token may attend to another document."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import nn
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 
-_LENGTH = 8  # of each of two documents
-_ALIKE = 0.02  # of the largest logit: more than rounding, in 16 bits, and less than what a pretrained model makes of it
+_LENGTH = 8  # tokens of each of two documents
+_ALIKE = 0.02  # allowed difference, as a share of the largest logit: above 16-bit rounding, below a real influence
 
 
 def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | bool]:
-    """What the model is called with; with a cache, transformers would not keep packed documents apart."""
+    """Return the arguments of the model. With a cache, transformers would not keep packed documents apart."""
     return {**batch, "use_cache": False} if "position_ids" in batch else dict(batch)
 
 
 def check_apart(engine: Engine) -> None:
-    """Have the model look at two samples whose second documents are the same, and whose first are not.
+    """Run the model on two samples that differ only in their first document, and compare the logits of the second.
 
-    All ranks call it together.
+    All ranks must call it together.
 
     Raises:
-        ConfigError: the second documents do not come out the same.
+        ConfigError: the logits of the second document differ.
     """
     first = torch.arange(_LENGTH)
     ids = torch.stack([torch.cat([first, first]), torch.cat([torch.zeros_like(first), first])])
@@ -43,7 +43,7 @@ def check_apart(engine: Engine) -> None:
 
 
 def apart_problem(model: nn.Module) -> str:
-    """Why .jsonl files are none for this model."""
+    """Return why this model cannot be trained on packed records."""
     return (
         f"records are packed, several documents to a sample, but {type(model).__name__} does not keep them apart "
         "by position_ids (in this version of transformers, or at all): give plain text files"

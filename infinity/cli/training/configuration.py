@@ -1,4 +1,4 @@
-"""The configuration of a training: a file or none, and what the command line says in its place."""
+"""The configuration of a training: a file, or defaults without one, with the changes of the command line."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from infinity.errors import ConfigError
 _BASE = "nvme-all-memory"
 _SECTIONS = ("fp16", "bf16", "bfloat16")
 _WITH_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_WARMUP_SHARE = 20  # without a configuration, one step in so many warms up
-_ASKED_FOR = ("cycle_min_lr", "cycle_max_lr")  # required, and no option stands for them
+_WARMUP_SHARE = 20  # without a configuration file, 1/20 of the steps is warm-up
+_ASKED_FOR = ("cycle_min_lr", "cycle_max_lr")  # required parameters that no option can set
 
 
 @dataclass(frozen=True)
 class ConfigOptions:
-    """Options that stand in the place of a configuration file, or of some of its values.
+    """Options that replace a configuration file, or some of its values.
 
     Attributes:
         config: the file; None for states on `nvme`.
         nvme: directories on the drives.
         lr: None for the file's; without a file, `default_lr`.
         warmup, schedule: None for the file's.
-        precision: None for the file's; without a file, or where that says "auto", what is measured.
+        precision: None for the file's; without a file, or if the file says "auto", the measured one.
         tensorboard: directory of the event files; None for the file's.
         wandb: name of the project; None for the file's.
     """
@@ -49,19 +49,19 @@ class ConfigOptions:
 
 
 def base_values(options: ConfigOptions, measured: Callable[[], str]) -> dict[str, Any]:
-    """The configuration without its schedule, which needs the number of steps.
+    """Return the configuration without its schedule, which needs the number of steps.
 
     Args:
-        measured: the precision that suits the compute device; called only where nothing else names one.
+        measured: measures and returns the best precision of the device; called only if nothing else sets it.
 
     Raises:
-        ConfigError: there is neither a file nor a drive, the file cannot be read, or it leaves a value "auto" that no
-            option gives; the message names both.
+        ConfigError: neither a file nor a drive is given, the file cannot be read, or it has a value "auto" that no
+            option sets; the message names both.
     """
     if options.config is None and not options.nvme:
         raise ConfigError(
-            "nothing says where the states are to be stored: give --nvme DIRECTORY on a fast local drive, or --config "
-            "with a file or the name of a ready configuration (`infinity configs` lists them)"
+            "no place for the states is given: give --nvme DIRECTORY on a fast local drive, or --config with a file or "
+            "the name of a ready configuration (`infinity configs` lists them)"
         )
     changes: dict[str, Any] = {}
     if options.nvme:
@@ -78,7 +78,7 @@ def base_values(options: ConfigOptions, measured: Callable[[], str]) -> dict[str
     changes |= _monitors(options)
     values = with_values(options.config or ready_configuration(_BASE), changes)
     if options.micro_batch_size is not None or options.accumulation is not None:
-        values.pop("train_batch_size", None)  # it follows
+        values.pop("train_batch_size", None)  # it is computed from the new values
     if lr is not None:
         values["optimizer"].setdefault("type", "AdamW")
     elif _section(values, "optimizer").get("lr") == "auto":
@@ -90,7 +90,7 @@ def base_values(options: ConfigOptions, measured: Callable[[], str]) -> dict[str
 
 
 def with_precision(values: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """The configuration in another precision: `fp32`, `bf16` or `fp16`."""
+    """Return the configuration with another precision: `fp32`, `bf16` or `fp16`."""
     kept = {key: value for key, value in values.items() if key not in _SECTIONS}
     return kept if precision == "fp32" else {**kept, precision: {"enabled": True}}
 
@@ -98,11 +98,11 @@ def with_precision(values: Mapping[str, Any], precision: str) -> dict[str, Any]:
 def with_schedule(
     values: Mapping[str, Any], options: ConfigOptions, steps: int
 ) -> tuple[dict[str, Any], Schedule | None]:
-    """The configuration for a run of so many steps, and the schedule that takes the place of the file's; or None.
+    """Return the configuration for a run of `steps` steps, and the schedule that replaces the file's, or None.
 
     Raises:
-        ConfigError: --warmup is given, and the file's schedule has no warm-up; or a parameter is "auto" that no option
-            gives.
+        ConfigError: --warmup is given but the file's schedule has no warm-up; or a parameter that no option sets is
+            "auto".
     """
     kind, warmup = options.schedule, options.warmup
     section = values.get("scheduler")
@@ -134,21 +134,21 @@ def with_schedule(
 
 
 def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The parameters of the optimizer or the scheduler section, if there are any."""
+    """Return the parameters of the optimizer or scheduler section; empty if there are none."""
     section = values.get(name)
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}
 
 
 def precision_is_auto(values: Mapping[str, Any]) -> bool:
-    """A file leaves the precision to whoever reads it."""
+    """Whether the file sets the precision to "auto"."""
     sections = [values.get(name) for name in _SECTIONS]
     enabled = [section.get("enabled") for section in sections if isinstance(section, Mapping)]
     return "auto" in enabled and not any(value is True or value == "true" for value in enabled)
 
 
 def _monitors(options: ConfigOptions) -> dict[str, Any]:
-    """Values that switch monitors on."""
+    """Return the keys that enable monitors."""
     for option, package, wanted in (
         ("--tensorboard", "tensorboard", options.tensorboard),
         ("--wandb", "wandb", options.wandb),

@@ -1,4 +1,4 @@
-"""Text as samples of tokens: any size of text, in bounded memory, in an order that a step number fixes."""
+"""Samples of tokens from text of any size, in bounded memory, in an order that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from infinity.io.directory import how_to_grow
 from infinity.zero.ranks import ALONE, Ranks
 
 _SUFFIXES = frozenset((".txt", ".md", ".rst", ".py", ".json", ".html", ".c", ".h", ".cpp"))
-_INSTALLED = frozenset(("site-packages", "dist-packages"))  # not the standard library's own, though below it
+_INSTALLED = frozenset(("site-packages", "dist-packages"))  # below the standard library, but not part of it
 _PIECE_CHARS = 1 << 20
 _LINE_CHARS = 1 << 16
-_PROBES = 64  # places whose tokens make up the fingerprint
+_PROBES = 64  # samples whose tokens make up the fingerprint
 BYTE_VOCABULARY = 256
 
 
@@ -38,14 +38,14 @@ class Tokens(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        """Tokens `[start, start + count)` as a 1-D int64 tensor."""
+        """Return tokens `[start, start + count)` as a 1-D int64 tensor."""
 
 
 def find_files(paths: Iterable[Path], option: str = "--data") -> list[Path]:
-    """The text files among and below `paths`, in a fixed order.
+    """Return the text files in `paths` and in directories of `paths`, in a fixed order.
 
     Raises:
-        ConfigError: a path does not exist, a directory cannot be read, or there is no text at all.
+        ConfigError: a path does not exist, a directory cannot be read, or all files are empty.
     """
     files: list[Path] = []
     for path in paths:
@@ -65,7 +65,7 @@ def find_files(paths: Iterable[Path], option: str = "--data") -> list[Path]:
 
 
 def _below(directory: Path, option: str) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:  # `rglob` leaves such directories out
+    def refuse(error: OSError) -> None:  # `rglob` would skip unreadable directories silently
         raise ConfigError(f"{option} {error.filename} cannot be read: {error.strerror}") from error
 
     for parent, _, names in os.walk(directory, onerror=refuse):
@@ -73,7 +73,7 @@ def _below(directory: Path, option: str) -> Iterator[Path]:
 
 
 class ByteTokens:
-    """Files as one sequence of their bytes, read when they are needed."""
+    """The bytes of files as one sequence of tokens, read on demand."""
 
     vocabulary = BYTE_VOCABULARY
 
@@ -104,28 +104,28 @@ class ByteTokens:
 
 
 class TokenizedFiles:
-    """Files run through a tokenizer once, line after line, into a temporary file.
+    """The tokens of files, tokenized once into a temporary file.
 
     Args:
-        ranks: that have the same files; each runs its share of them through the tokenizer.
+        ranks: ranks that have the same files; each tokenizes its share of them.
 
     Raises:
-        ConfigError: a file cannot be read, or the tokenizer makes no token of all of them.
+        ConfigError: a file cannot be read, or the tokenizer returns no token for any of them.
     """
 
     def __init__(self, files: Sequence[Path], tokenizer: Any, ranks: Ranks = ALONE) -> None:
         def tokens_of(text: str) -> NDArray[np.int32]:
             return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
-        self.vocabulary = len(tokenizer)  # though some number their tokens with gaps
+        self.vocabulary = len(tokenizer)  # raised below, because token numbers may have gaps
         texts = chain.from_iterable(map(_pieces, files))
-        with _temporary_file() as storage:  # the mapping keeps it alive
+        with _temporary_file() as storage:  # the memory mapping keeps the file alive
             for ids in in_turns(texts, tokens_of, ranks, "tokenizing --data"):
                 self.vocabulary = max(self.vocabulary, 1 + int(ids.max(initial=-1)))
                 storage.write(ids.tobytes())
             storage.flush()
             if not storage.tell():
-                raise ConfigError(f"the tokenizer makes no token of --data ({_listed(files)}): does it fit the text?")
+                raise ConfigError(f"the tokenizer finds no token in --data ({_listed(files)}): does it fit the text?")
             self._tokens = np.memmap(storage, dtype=np.int32, mode="r")
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ class TokenizedFiles:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The text of a file in pieces of whole lines, or of `_LINE_CHARS` where lines are longer."""
+    """Yield the text of a file in pieces that end with a line, or within a line if it is longer than `_LINE_CHARS`."""
     with readable(path), path.open(encoding="utf-8", errors="replace") as file:
         while text := file.read(_PIECE_CHARS):
             yield text + file.readline(_LINE_CHARS)
@@ -156,7 +156,7 @@ def _temporary_file() -> Iterator[IO[bytes]]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Name the file of --data in errors of reading it."""
+    """Convert OSErrors in this context to ConfigErrors that name the file."""
     try:
         yield
     except OSError as error:
@@ -171,8 +171,8 @@ class Source(Protocol):
     """Samples of one length, by number.
 
     Attributes:
-        tokens: of all samples together.
-        vocabulary: no token is as large.
+        tokens: number of tokens in all samples.
+        vocabulary: one more than the largest token.
     """
 
     @property
@@ -187,17 +187,17 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def sample(self, index: int) -> dict[str, torch.Tensor]:
-        """What the model is given, each a 1-D int64 tensor."""
+        """Return the model's arguments for a sample, each a 1-D int64 tensor."""
 
     def crc(self, index: int, crc: int) -> int:
-        """A checksum of the sample, continued from `crc`."""
+        """Return a checksum of the sample, continued from `crc`."""
 
 
 class Stream:
-    """A sequence of tokens cut into samples; the rest of it is left out.
+    """A sequence of tokens cut into samples. Tokens after the last whole sample are left out.
 
     Raises:
-        ConfigError: it is shorter than one.
+        ConfigError: the sequence is shorter than one sample.
     """
 
     def __init__(self, tokens: Tokens, length: int) -> None:
@@ -223,27 +223,27 @@ class Stream:
 
 
 def hold_out(source: Source, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the samples to train on, and of a share of all, drawn by chance, that are not trained on.
+    """Return the numbers of the samples to train on, and of a random share of all samples to evaluate on.
 
     Raises:
-        ConfigError: one of the two would be none.
+        ConfigError: one of the two would be empty.
     """
     count = len(source)
     held = round(share * count)
     if not 0 < held < count:
         raise ConfigError(
-            f"--eval-split {share:g} of {count} samples are {held}, and {count - held} are left to train on"
+            f"--eval-split {share:g} of {count} samples holds out {held}, and leaves {count - held}: neither may be 0"
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order[held:].sort().values, order[:held].sort().values
 
 
 class Samples:
-    """Samples in an order that seed and number alone decide, so that a run can go on anywhere.
+    """Samples in an order that depends only on the seed, so that a run can continue from any sample.
 
     Args:
-        seed: of the shuffle; every pass over the data has another order.
-        chosen: numbers of the samples that there are; by default all of the source's.
+        seed: seed of the shuffle; each pass over the data has another order.
+        chosen: numbers of the samples to use; by default all of the source.
     """
 
     def __init__(self, source: Source, seed: int, chosen: torch.Tensor | None = None) -> None:
@@ -255,11 +255,11 @@ class Samples:
 
     @property
     def count(self) -> int:
-        """Samples of one pass over the data."""
+        """Number of samples in one pass over the data."""
         return self._count
 
     def fingerprint(self) -> dict[str, int]:
-        """What decides which tokens a sample number stands for; `crc` is of tokens at places all over the data."""
+        """Return the facts that determine the order and content of samples; `crc` is of samples all over the data."""
         crc, probes = 0, min(_PROBES, self._count)
         for probe in range(probes):
             crc = self._source.crc(self._index(probe * (self._count - 1) // max(1, probes - 1)), crc)
@@ -274,7 +274,7 @@ class Samples:
         return position if self._chosen is None else int(self._chosen[position])
 
     def batch(self, first: int, size: int) -> dict[str, torch.Tensor]:
-        """Samples number `first` to `first + size` of the run, each of shape [size, length], int64."""
+        """Return samples `[first, first + size)` of the run as int64 tensors of shape [size, length]."""
         rows = []
         for number in range(first, first + size):
             epoch, position = divmod(number, self._count)

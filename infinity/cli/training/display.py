@@ -1,4 +1,4 @@
-"""The display of `infinity train` on a terminal: two lines, and on a wide one what was and where everything lies."""
+"""The display of `infinity train` on a terminal: two lines, and on a wide one also past losses and tiers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from infinity.config import format_size
 if TYPE_CHECKING:
     from infinity.cli.training.progress import StepReport
 
-_WIDE = 120  # columns from which there is room for history and tiers
-_EVERY_S = 0.1  # more is not seen, and costs
-_RECENT = 20  # steps that the time left is estimated from
+_WIDE = 120  # a terminal with so many columns also shows past losses and tiers
+_EVERY_S = 0.1  # shortest time between two redraws
+_RECENT = 20  # the last steps, from which the remaining time is estimated
 _HISTORY = 200
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 32
@@ -42,7 +42,7 @@ class Display:
         self._drawing = Drawing(lambda: self, stays=True)
 
     def show(self, report: StepReport) -> None:
-        """A step has finished."""
+        """Show a finished step."""
         self._last = report
         self._seconds.append(report.step_s)
         if math.isfinite(report.loss):
@@ -57,17 +57,17 @@ class Display:
         self._drawing.note(text)
 
     def end(self) -> None:
-        """Draw the last step, and leave it there."""
+        """Draw the last step, and leave it on the terminal."""
         self._drawing.end()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.picture(options.max_width, blocks=not options.ascii_only)
 
     def picture(self, width: int, *, blocks: bool) -> RenderableType:
-        """Two lines, or four.
+        """Return the picture, of two or four lines.
 
         Args:
-            blocks: the terminal has characters for a curve.
+            blocks: whether the terminal can show the characters of a curve.
         """
         lines: list[RenderableType] = [self._bar()]
         if self._last is None:
@@ -117,7 +117,7 @@ def _figures(report: StepReport) -> list[str]:
 
 
 def _tiers(report: StepReport) -> list[str]:
-    """What is full and what moved; then what the step waited for."""
+    """Return how full the tiers are, the rates of the drives, and what the step waited for."""
     moved, stalls = report.stats.tier_bytes, report.stats.stall_s
     parts = []
     for name, level in sorted(report.tiers.items()):
@@ -135,7 +135,7 @@ def _tiers(report: StepReport) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve of one line; each character is the mean of its part of the values."""
+    """Return a curve in one line of text. Each character shows the mean of its part of the values."""
     values = list(values)
     count = min(width, len(values))
     means = [
@@ -148,5 +148,5 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _count(number: float) -> str:
-    """Three digits of it are enough, from ten thousand on with a k."""
+    """Return a number with about three digits, and with a k from 10,000 on."""
     return f"{number / 1000:.3g}k" if number >= 10_000 else f"{number:.0f}" if number >= 10 else f"{number:.2g}"

@@ -1,10 +1,10 @@
-"""Records as documents of tokens: text, a conversation of which only the assistant's turns are learned, a completion.
+"""Tokenizes records to documents: a text, a prompt with its completion, or a conversation.
 
 [Note: the assistant's turns]
-A chat template makes one text of a conversation. Where it marks turns itself (`{% generation %}`), the tokenizer says
-which tokens are the assistant's. Where it does not, a turn is what the template adds, when the turn is there, to its
-prompt for the conversation before it: so the end-of-turn mark is learned and the header is not. That holds only if what
-comes later changes nothing of what was; a template for which it does not is refused.
+Only the assistant's turns of a conversation are learned. A chat template converts a conversation to one text. If the
+template marks the turns (`{% generation %}`), the tokenizer says which tokens are the assistant's. Otherwise a turn is
+the text that the template adds to the prompt for the messages before the turn: the end-of-turn mark is learned, the
+header is not. This requires that later messages do not change the text of earlier ones; other templates are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.cli.training.turns import in_turns
 from infinity.errors import ConfigError
 from infinity.zero.ranks import ALONE, Ranks
 
-_TOGETHER = 256  # lines whose texts a tokenizer takes at once, on all cores
+_TOGETHER = 256  # records in a batch; a tokenizer processes the texts of a batch on all cores
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -32,8 +32,8 @@ class Document:
 
     Attributes:
         ids: its tokens.
-        learned: which of them the model is to predict; None for all.
-        splits: it may go on in another sample; a conversation would lose what its turns answer.
+        learned: whether the model learns to predict each token; None for all.
+        splits: whether it may continue in the next sample. In a conversation, the answer would lose its question.
     """
 
     ids: Sequence[int]
@@ -42,20 +42,20 @@ class Document:
 
 
 def read_documents(files: Iterable[Path], tokenizer: Any | None, ranks: Ranks = ALONE) -> Iterator[Document]:
-    """The documents of these files in order.
+    """Yield the documents of these files in order.
 
     Args:
-        tokenizer: of transformers; None for bytes.
-        ranks: that have the same files; each runs its share of them through the tokenizer.
+        tokenizer: a tokenizer of transformers; None for bytes.
+        ranks: ranks that have the same files; each tokenizes its share of them.
 
     Raises:
-        ConfigError: a line is malformed, by file and line; or the tokenizer cannot do what it takes.
+        ConfigError: a record is malformed, with file and line; or the tokenizer does not support it.
     """
     records = chain.from_iterable(map(read_records, files))
     batches = iter(lambda: tuple(islice(records, _TOGETHER)), ())
     if tokenizer is None:
         reader: _Bytes | _Reader = _Bytes()
-        ranks = ALONE  # there is nothing to share
+        ranks = ALONE  # bytes need no tokenizing that ranks could share
     else:
         reader = _Reader(tokenizer)
     for documents in in_turns(batches, partial(_documents, reader), ranks, "tokenizing --data"):
@@ -63,25 +63,25 @@ def read_documents(files: Iterable[Path], tokenizer: Any | None, ranks: Ranks = 
 
 
 def _documents(reader: _Bytes | _Reader, records: Sequence[tuple[str, Record]]) -> list[Document]:
-    """Of these records, in their order."""
+    """Return the documents of these records, in their order."""
     texts = reader.texts([record["text"] for _, record in records if "text" in record])
     return [next(texts) if "text" in record else _document(reader, place, record) for place, record in records]
 
 
 def _document(reader: _Bytes | _Reader, place: str, record: Record) -> Document:
-    """A conversation, or a prompt and its completion; a record that is both is what the tokenizer can do."""
+    """Return the document of a conversation or a completion. A record that has both is a conversation if possible."""
     if "prompt" in record and not ("messages" in record and reader.chats):
         return reader.completion(place, record["prompt"], record["completion"])
     return reader.conversation(place, record["messages"], record["tools"])
 
 
 def _utf8(text: str) -> bytes:
-    """The bytes of a text; JSON may have halves of surrogate pairs, which are no text and become `?`."""
+    """Return the UTF-8 bytes of a text. Unpaired surrogates, which JSON may contain, become `?`."""
     return text.encode("utf-8", errors="replace")
 
 
 class _Bytes:
-    """Every byte is a token."""
+    """Reads documents whose tokens are bytes."""
 
     chats = False
 
@@ -95,7 +95,7 @@ class _Bytes:
 
     def conversation(self, place: str, messages: list[dict[str, Any]], tools: Any) -> Document:
         raise ConfigError(
-            f"{place} has `messages`, for which the tokenizer must have a chat template, and bytes have none: give "
+            f"{place} has `messages`, which need a tokenizer with a chat template, and bytes have none: give "
             "--tokenizer DIRECTORY of a chat model"
         )
 
@@ -110,14 +110,14 @@ class _Reader:
 
     @property
     def chats(self) -> bool:
-        """The tokenizer has a chat template."""
+        """Whether the tokenizer has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def completion(self, place: str, prompt: str, completion: str) -> Document:
-        """A prompt, and its completion with the end mark, which alone are learned.
+        """Return a prompt and its completion. The completion and the end mark are learned, the prompt is not.
 
-        Both are tokenized together, so that no token boundary is forced between them; a token that begins in the
-        prompt is the prompt's.
+        Both are tokenized together, so that no token boundary is forced between them. A token that begins in the
+        prompt belongs to the prompt.
         """
         self._check_fast(place, "`prompt` and `completion`")
         found = self._tokenizer(_utf8(prompt + completion).decode(), return_offsets_mapping=True)
@@ -127,11 +127,11 @@ class _Reader:
             ids.append(self._end)
             learned.append(True)
         elif self._end is not None:
-            learned[-1] = True  # the mark that the tokenizer adds stands for no character
+            learned[-1] = True  # the end mark that the tokenizer adds has no characters, so the offsets miss it
         return Document(ids, learned, splits=False)
 
     def _check_fast(self, place: str, what: str) -> None:
-        """Refuse a tokenizer that cannot say which characters a token stands for."""
+        """Raise ConfigError if the tokenizer cannot return the characters of each token."""
         if not self._tokenizer.is_fast:
             raise ConfigError(
                 f"{place} has {what}, but the tokenizer {self._name} cannot say which characters a token stands "
@@ -139,7 +139,7 @@ class _Reader:
             )
 
     def texts(self, texts: Sequence[str]) -> Iterator[Document]:
-        """Texts as the model was trained on them: with its mark at the beginning, if it has one, and at the end."""
+        """Yield texts with the begin mark, if the tokenizer adds one, and the end mark, as in pretraining."""
         if not texts:
             return
         for ids in self._tokenizer([_utf8(text).decode() for text in texts])["input_ids"]:
@@ -147,7 +147,7 @@ class _Reader:
             yield Document(ids if ended else [*ids, self._end], None, splits=True)
 
     def conversation(self, place: str, messages: list[dict[str, Any]], tools: Any) -> Document:
-        """A conversation, see [Note: the assistant's turns]."""
+        """Return a conversation, see [Note: the assistant's turns]."""
         try:
             template = self._tokenizer.get_chat_template(None, tools)
         except ValueError as error:
@@ -162,7 +162,7 @@ class _Reader:
             text, turns = self._turns(place, messages, tools)
         except ConfigError:
             raise
-        except Exception as error:  # of Jinja, or raised by the template: roles that do not alternate, say
+        except Exception as error:  # from Jinja, or raised by the template, for example if roles do not alternate
             raise ConfigError(
                 f"{place}: the chat template of {self._name} refuses the conversation: {type(error).__name__}: {error}"
             ) from error
@@ -178,7 +178,7 @@ class _Reader:
         return Document(found["input_ids"], [bool(mark) for mark in found["assistant_masks"]], splits=False)
 
     def _turns(self, place: str, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the characters that the assistant has said."""
+        """Return the text of a conversation, and the [start, end) characters of the assistant's turns."""
         whole = self._rendered(messages, tools)
         turns = []
         for index, message in enumerate(messages):

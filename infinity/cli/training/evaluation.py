@@ -1,4 +1,4 @@
-"""The loss on text that is not trained on."""
+"""Computes the loss on samples that are not trained on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from infinity.cli.training.progress import Evaluation
 from infinity.cli.training.ranks import rank_and_size
 from infinity.engine import Engine
 
-_IGNORED = -100  # the label that losses leave out
+_IGNORED = -100  # the label that loss functions ignore
 
 
 class Evaluator:
-    """Evaluates an engine's model on the same samples every time, which its ranks share out.
+    """Evaluates an engine's model on the same samples every time. Each rank takes a part of them.
 
     Args:
-        chosen: numbers of the source's samples.
+        chosen: numbers of the samples in the source.
     """
 
     def __init__(self, engine: Engine, source: Source, chosen: torch.Tensor) -> None:
@@ -29,12 +29,12 @@ class Evaluator:
         self._chosen = chosen
 
     def run(self) -> Evaluation:
-        """The mean loss of a token; all ranks call this together, and each makes as many passes."""
+        """Return the mean loss per token. All ranks must call this together; each makes equally many passes."""
         engine = self._engine
         rank, ranks = rank_and_size()
         size, count = engine.config.micro_batch_size, len(self._chosen)
         start_s = time.perf_counter()
-        total = torch.zeros(2, dtype=torch.float64)  # of losses, and of tokens
+        total = torch.zeros(2, dtype=torch.float64)  # the sum of losses, and the number of tokens
         trains = engine.module.training
         engine.eval()
         try:
@@ -55,7 +55,7 @@ class Evaluator:
         )
 
     def _batch(self, first: int, size: int) -> tuple[dict[str, torch.Tensor], int]:
-        """Samples from `first` on, and how many tokens their loss is the mean of; behind the last, the last again."""
+        """Return samples from `first` on, and the number of tokens in their loss. The last sample may be repeated."""
         numbers = [min(first + index, len(self._chosen) - 1) for index in range(size)]
         rows = [self._source.sample(int(self._chosen[number])) for number in numbers]
         batch = {name: torch.stack([row[name] for row in rows]).to(self._engine.device) for name in rows[0]}

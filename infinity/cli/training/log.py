@@ -1,4 +1,4 @@
-"""The log of a run, which `infinity report` reads: a line of JSON for its start, for every step and evaluation."""
+"""The log of a run, which `infinity report` reads: a line of JSON for its start, and for each step and evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Appends to a file. A line that cannot be written is no reason to lose what is trained.
+    """Appends to a file. If that fails, the log ends with a warning, and training continues.
 
     Args:
         about: facts of the run, for its first line.
@@ -37,12 +37,12 @@ class RunLog:
         self._write({"run": {**about, "began_unix_s": time.time()}})
 
     def step(self, report: StepReport) -> None:
-        """A step has finished."""
+        """Write a line for a finished step."""
         tiers = {name: asdict(level) for name, level in report.tiers.items()}
         self._write({**report.facts(), "tiers": tiers, "unix_s": time.time()})
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """The model was evaluated."""
+        """Write a line for an evaluation."""
         self._write({**evaluation.facts(), "unix_s": time.time()})
 
     def close(self) -> None:
@@ -56,5 +56,5 @@ class RunLog:
         try:
             self._file.write(json.dumps(facts) + "\n")
         except OSError as error:
-            _log.warning("--log %s takes no more lines, and is left out from here on: %s", self._path, error)
+            _log.warning("--log %s cannot be written; later steps are not logged: %s", self._path, error)
             self._file = None

@@ -43,7 +43,7 @@ from infinity.tiers import compute_device
 from infinity.zero.ranks import join_ranks
 
 _DEFAULT_STEPS = 100
-_FRESH_LR, _PRETRAINED_LR, _LORA_LR = 3e-4, 2e-5, 2e-4  # where neither a file nor --lr says one
+_FRESH_LR, _PRETRAINED_LR, _LORA_LR = 3e-4, 2e-5, 2e-4  # if neither a file nor --lr sets the rate
 MAX_SKIPPED = 30  # in a row: more than a loss scale needs to settle
 
 
@@ -53,7 +53,7 @@ class Saving:
 
     Attributes:
         model: write the trained model at the end, and when a signal ends the run.
-        output: where; None for a new directory.
+        output: directory of the trained model; None for a new directory.
         checkpoints: directory of the checkpoints, one every `every` steps.
     """
 
@@ -94,8 +94,9 @@ class _Prepared:
     """What a run begins with.
 
     Attributes:
-        name, source, params: of the model on the command line: its directory, or None for random weights.
-        output: where the trained model goes; None for nowhere.
+        name, source: the model on the command line, and its directory; None for random weights.
+        params, trained: number of its parameters, without adapters; number of parameters that are trained.
+        output: directory of the trained model; None to write none.
     """
 
     name: str
@@ -113,7 +114,7 @@ class _Prepared:
 
 
 def train(settings: Settings) -> int:
-    """Train until the last step, or until a signal asks to stop; returns the exit code."""
+    """Train until the last step, or until a signal asks to stop. Return the exit code."""
     transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
     torch.manual_seed(settings.data.seed)
     prepared = _prepare(settings)
@@ -167,7 +168,7 @@ def train(settings: Settings) -> int:
         if prepared.output is not None:
             progress.note(f"the trained model is in {prepared.output}: AutoModelForCausalLM.from_pretrained loads it")
         if signum and saving.every is None and not engine.config.tiering.crash_consistent:
-            progress.note("no checkpoint was saved, so --resume cannot go on here (--save-every N saves them)")
+            progress.note("no checkpoint was saved, so --resume cannot continue here (--save-every N saves them)")
     return 128 + signum if signum else 0
 
 
@@ -231,7 +232,7 @@ def _prepare(settings: Settings) -> _Prepared:
 
 
 def _about(settings: Settings, prepared: _Prepared) -> dict[str, Any]:
-    """What a checkpoint says of its model, by names that are good in any directory."""
+    """Return what a checkpoint records of its model. Paths are absolute."""
     source, tokenizer = prepared.source, settings.tokenizer
     is_path = source is not None and Path(settings.model).is_dir()
     if tokenizer is not None and Path(tokenizer).is_dir():
@@ -241,7 +242,7 @@ def _about(settings: Settings, prepared: _Prepared) -> dict[str, Any]:
 
 
 def _opening(settings: Settings, prepared: _Prepared, engine: Engine) -> list[str]:
-    """What is said before the first step."""
+    """Return the lines that are shown before the first step."""
     tokenizer, data = prepared.tokenizer, prepared.data
     name = "bytes" if tokenizer is None else tokenizer.name_or_path
     words = None if prepared.schedule is None else prepared.schedule.words()
@@ -255,7 +256,7 @@ def _opening(settings: Settings, prepared: _Prepared, engine: Engine) -> list[st
 
 
 def _slow_precision(engine: Engine) -> list[str]:
-    """What to say where the processor computes the configuration's 16 bits much more slowly than float32."""
+    """Return a warning if the CPU computes the configuration's precision much more slowly than float32."""
     precision = engine.config.precision
     if engine.device.type != "cpu":
         return []
@@ -269,7 +270,7 @@ def _slow_precision(engine: Engine) -> list[str]:
 
 
 def _progress(settings: Settings, prepared: _Prepared, engine: Engine) -> Progress:
-    """What shows and logs the run, on rank 0; nothing on others."""
+    """Return the progress display, with the log on rank 0. It is silent on other ranks."""
     rank, ranks = rank_and_size()
     log = None
     if settings.log is not None and rank == 0:
@@ -316,9 +317,9 @@ class _Run:
         self._progress = progress
         self._stop = stop
         self._next_sample = 0
-        self._skipped = 0  # steps one after the other
+        self._skipped = 0  # consecutive skipped steps
         self._saved_step = -1
-        self._saving: Path | None = None  # begun, and not told of yet
+        self._saving: Path | None = None  # the checkpoint whose save has begun but was not announced yet
         if engine.config.tiering.crash_consistent:
             engine.keep_with_steps(self._position)
 
@@ -330,7 +331,7 @@ class _Run:
         return self._samples.fingerprint()
 
     def resume(self) -> None:
-        """Go on from the last step that is on the drives, or from the last checkpoint, at the sample where it was."""
+        """Continue from the last step on the drives, or else from the last checkpoint, with the next sample."""
         directory = self._settings.saving.checkpoints
         path, state = None, None
         if self._engine.config.tiering.crash_consistent:
@@ -342,23 +343,23 @@ class _Run:
             return
         self._progress.note(f"resumed from {path}")
         seen = self._engine.micro_steps * self._engine.config.micro_batch_size * rank_and_size()[1]
-        self._next_sample = int(state.get("next_sample", seen))  # saved by a loop of the user's own, it has none
+        self._next_sample = int(state.get("next_sample", seen))  # missing if the user's own loop saved the checkpoint
         fingerprint = self._fingerprint
         if state.get("data") != fingerprint:
             saved = state.get("data") or {}
             changed = ", ".join(key for key in fingerprint if saved.get(key) != fingerprint[key])
             self._progress.note(
-                f"warning: the data is not what {path} was trained on ({changed} changed): samples may come twice or "
-                "never; give the same --data, --tokenizer, --seq-len and --seed to go on in the same order"
+                f"warning: {path} was trained on other data ({changed} changed): samples may be repeated or skipped; "
+                "give the same --data, --tokenizer, --seq-len and --seed to continue in the same order"
             )
         if self._settings.config.lr is not None:
             _set_lr(self._engine, self._settings.config.lr)
 
     def save(self, *, wait: bool) -> None:
-        """Save a checkpoint that `resume` can go on from.
+        """Save a checkpoint that `resume` can continue from.
 
         Args:
-            wait: have it be there; else training goes on meanwhile, and it is there two steps later.
+            wait: block until it is written. Otherwise training continues, and it is complete two steps later.
         """
         engine = self._engine
         if self._saving is not None:
@@ -383,12 +384,12 @@ class _Run:
             self._progress.note(f"the trained model cannot be written, nor can a checkpoint: {error}")
             return
         self._progress.note(
-            f"the trained model cannot be written; `infinity checkpoint export {directory} DIRECTORY` makes it of the "
-            "checkpoint, and --resume goes on from there"
+            f"the trained model cannot be written; `infinity checkpoint export {directory} DIRECTORY` creates it from "
+            "the checkpoint, and --resume continues from there"
         )
 
     def _tell_of_saved(self) -> None:
-        """Say that a checkpoint is there, when it is.
+        """Announce the pending checkpoint if it is complete.
 
         Raises:
             StorageError, CheckpointError: it could not be written.
@@ -399,18 +400,18 @@ class _Run:
             self._saving = None
 
     def end(self) -> None:
-        """All steps are done: what is on the drives may go, if a checkpoint has it."""
+        """Remove the states on the drives after the last step, if a checkpoint has them."""
         if self._saved_step == self._engine.global_steps:
             self._engine.end_run()
         else:
             paths = ", ".join(str(nvme.path) for nvme in self._engine.config.tiering.nvme)
             self._progress.note(
-                f"step {self._engine.global_steps} stays in {paths}: --resume with more --steps goes on from it, "
+                f"step {self._engine.global_steps} stays in {paths}: --resume with more --steps continues from it, "
                 "`infinity states remove` frees the space"
             )
 
     def _micro_batches(self) -> Iterator[dict[str, torch.Tensor | bool]]:
-        """What the model is given; a micro-batch that is taken counts as seen."""
+        """Yield the model's arguments for each micro-batch, and count its samples as seen."""
         size = self._engine.config.micro_batch_size
         _, ranks = rank_and_size()
         while True:
@@ -421,10 +422,10 @@ class _Run:
             yield model_inputs({name: values.to(self._engine.device) for name, values in batch.items()})
 
     def step(self) -> None:
-        """One update, over all of its micro-batches.
+        """Train one step, with all of its micro-batches.
 
         Raises:
-            NonFiniteError: too many steps one after the other had gradients that are not finite.
+            NonFiniteError: too many consecutive steps had gradients that are not finite.
         """
         engine = self._engine
         size = engine.config.micro_batch_size
@@ -448,13 +449,13 @@ class _Run:
         if self._skipped == MAX_SKIPPED:
             raise NonFiniteError(
                 f"the last {MAX_SKIPPED} steps were skipped because their gradients were not finite (loss "
-                f"{report.loss}): nothing is learned any more. Resume from the last checkpoint with a lower --lr, or "
-                "look for a fault in the data"
+                f"{report.loss}), so the model does not learn. Resume from the last checkpoint with a lower --lr, or "
+                "look for errors in the data"
             )
 
 
 def _set_lr(engine: Engine, lr: float) -> None:
-    """Go on with the learning rate of the command line, not the checkpoint's; a schedule keeps its position."""
+    """Set the learning rate of the command line instead of the checkpoint's. A schedule keeps its position."""
     schedule = engine.lr_scheduler
     groups = engine.optimizer.param_groups
     rates = [lr] * len(groups) if schedule is None else schedule.get_lr()

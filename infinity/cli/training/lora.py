@@ -16,7 +16,7 @@ from infinity.zero.sizing import compute_dtype
 
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """The model with adapters of this rank on all linear layers but the output's; everything else is frozen.
+    """Return the model with adapters on all linear layers except the output layer. Everything else is frozen.
 
     Raises:
         ConfigError: PEFT is not installed.
@@ -33,14 +33,14 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     with warnings.catch_warnings():
-        # PEFT asks for an attribute whose name transformers has changed.
+        # PEFT reads an attribute that transformers has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         adapted: nn.Module = get_peft_model(model, settings)
     return adapted
 
 
 def reads_in_place(config: Config, directory: Path) -> bool:
-    """The frozen weights can be read where they lie in every pass: no copy is stored on the drive."""
+    """Whether the frozen weights can be read from the model's files in every pass, without a copy on the drive."""
     if config.zero.stage != 3 or config.zero.offload_param.device != "nvme":
         return False
     files = directory.glob("*.safetensors")

@@ -18,7 +18,7 @@ from infinity.integrations.pretrained import pretrained_model, pretrained_shape
 from infinity.zero.meta import construct_on_meta
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # and the tokenizer
+_DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # files of the configuration and the tokenizer
 
 
 def _gpt2(layers: int, hidden: int, heads: int, **more: Any) -> PretrainedConfig:
@@ -90,15 +90,15 @@ _SHAPES: dict[str, Any] = {
 
 
 def model_directory(name: str, *, weights: bool = True) -> Path | None:
-    """The directory of a model's files; None for a known size, which has none.
+    """Return the directory of a model's files; None for a known size, which has no files.
 
     Args:
         name: a key of the table above, a directory in transformers' format, or a Hugging Face name such as
             Qwen/Qwen2.5-0.5B, which is taken from its cache or downloaded.
-        weights: they are needed; without, a download brings the description alone.
+        weights: whether the weights are needed; if False, only configuration and tokenizer are downloaded.
 
     Raises:
-        ConfigError: none of these; the message lists what there is.
+        ConfigError: the name is none of these; the message lists the known sizes.
     """
     if name in _SHAPES:
         return None
@@ -118,20 +118,20 @@ def model_directory(name: str, *, weights: bool = True) -> Path | None:
 
 
 def _from_hub(name: str, *, weights: bool) -> Path:
-    """A model's files in Hugging Face's cache; what is not there is downloaded."""
+    """Return the directory of a model in Hugging Face's cache. Missing files are downloaded."""
     needed = ("config.json", "*.safetensors") if weights else ("config.json",)
     try:
         cached = Path(snapshot_download(name, local_files_only=True))
         if all(any(cached.glob(pattern)) for pattern in needed):
             return cached
-    except FileNotFoundError:  # nothing of it is in the cache
+    except FileNotFoundError:  # the model is not in the cache
         pass
     except HFValidationError as error:
         raise ConfigError(f"--model {name} is no directory and no Hugging Face name: {_first_line(error)}") from error
     try:
         patterns = [*_DESCRIPTION, *(["*.safetensors"] if weights else [])]
-        found = Path(snapshot_download(name, allow_patterns=patterns))  # without a network, what is in the cache
-    except Exception as error:  # of the network, the hub or the disk
+        found = Path(snapshot_download(name, allow_patterns=patterns))  # without a network, returns the cached files
+    except Exception as error:  # from the network, the hub or the disk
         raise ConfigError(
             _not_found(name, f"cannot be downloaded ({type(error).__name__}: {_first_line(error)})")
         ) from error
@@ -153,14 +153,14 @@ def _first_line(error: Exception) -> str:
 
 
 def build_model(name: str, *, in_place: bool = False) -> tuple[nn.Module, PretrainedWeights | None]:
-    """A causal language model on the meta device, and where its weights are.
+    """Return a causal language model on the meta device, and its pretrained weights.
 
     Args:
-        name: as for `model_directory`; a size has fresh weights to come.
-        in_place: frozen parameters are to be used where they lie.
+        name: as for `model_directory`; a size has no weights, and is initialized randomly later.
+        in_place: read frozen parameters from the model's files in every pass, without a copy.
 
     Raises:
-        ConfigError: there is no such model; the message lists what there is.
+        ConfigError: there is no such model; the message lists the known sizes.
         CheckpointError: a file of the directory is missing or damaged.
     """
     directory = model_directory(name)
@@ -170,7 +170,7 @@ def build_model(name: str, *, in_place: bool = False) -> tuple[nn.Module, Pretra
 
 
 def model_shape(name: str) -> nn.Module:
-    """As `build_model`, without a look at the weights, which need not be here."""
+    """Return the model of `build_model` without reading its weights, which may be missing."""
     directory = model_directory(name, weights=False)
     return _fresh(name) if directory is None else pretrained_shape(directory, model_class=AutoModelForCausalLM)
 
@@ -182,12 +182,12 @@ def _fresh(name: str) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Have backward recompute what the blocks save.
+    """Let backward recompute the activations of blocks, so that only their inputs are kept.
 
     Raises:
-        ConfigError: the architecture cannot.
+        ConfigError: the architecture does not support it.
     """
-    newer = getattr(model, "activation_checkpointing_enable", None)  # the older name makes transformers 5.23 warn
+    newer = getattr(model, "activation_checkpointing_enable", None)  # with the old name, transformers 5.23 warns
     enable: Any = newer or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -197,7 +197,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def max_tokens(model: nn.Module, name: str, asked: int | None) -> int | None:
-    """Longest sample that the architecture takes, None if it does not say; raises ConfigError if `asked` is longer."""
+    """Return the architecture's limit of tokens in a sample, None if unknown; raise ConfigError if `asked` is more."""
     limit: int | None = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and asked is not None and asked > limit:
         raise ConfigError(f"--seq-len is {asked}, but {name} takes at most {limit} tokens")

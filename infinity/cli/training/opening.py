@@ -1,4 +1,4 @@
-"""What `infinity train` says before the first step: what is trained, from what, how fast, and where everything lies."""
+"""The lines that `infinity train` shows before the first step: model, data, learning rate, tiers, I/O and output."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from infinity.io import probe_backends
 
 
 def model_line(name: str, source: Path | None, params: int, trained: int, lora: int | None) -> str:
-    """The model, and where its weights come from."""
+    """Describe the model, and where its weights come from."""
     weights = f"pretrained weights of {source}" if source is not None else "random weights"
     adapters = "" if lora is None else f", LoRA of rank {lora}: {trained:,} parameters are trained"
     return f"model: {name}, {params:,} parameters, {weights}{adapters}"
 
 
 def run_lines(engine: Engine, data: Data, steps: int, schedule: str | None, output: Path | None) -> list[str]:
-    """How it is trained, and where everything lies."""
+    """Describe data, learning rate, tiers, I/O and output, in one line each."""
     config = engine.config
     tokens = config.train_batch_size * data.source.length
     samples = f"{len(data.source):,} samples of {data.source.length} tokens"
@@ -66,7 +66,7 @@ def _tiers(engine: Engine) -> str:
 
 
 def _io(engine: Engine) -> str:
-    """By what the drives are read and written."""
+    """Describe the I/O backend and its settings."""
     tiering, aio = engine.config.tiering, engine.config.aio
     if not tiering.nvme:
         return "none"

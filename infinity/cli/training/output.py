@@ -1,4 +1,4 @@
-"""The trained model as a directory that plain transformers loads: weights, configuration, tokenizer."""
+"""Writes the trained model as a directory that transformers loads: weights, configuration, tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FOLDER = "trained"
 
 
 def output_directory(asked: Path | None, model: str, source: Path | None, data: Sequence[Path]) -> Path:
-    """Return where the trained model goes: where the command line says, or a new directory below `trained`.
+    """Return the directory for the trained model: that of the command line, or a new one below `trained`.
 
     Args:
         model: its name on the command line.
@@ -29,7 +29,7 @@ def output_directory(asked: Path | None, model: str, source: Path | None, data: 
         data: files and directories that training reads.
 
     Raises:
-        ConfigError: the trained model would take the place of the one that training begins with, or lie among the data.
+        ConfigError: the directory is that of the initial model, or of data.
     """
     if asked is None:
         return _unused(Path(_FOLDER) / Path(model).name.replace(":", "-"))
@@ -47,7 +47,7 @@ def output_directory(asked: Path | None, model: str, source: Path | None, data: 
 
 
 def _unused(directory: Path) -> Path:
-    """This directory, or one with the next number that is not there yet."""
+    """Return this directory if it does not exist, or else the first name with a number that does not exist."""
     number, found = 1, directory
     while found.exists():
         number += 1
@@ -56,13 +56,13 @@ def _unused(directory: Path) -> Path:
 
 
 def check_room(directory: Path, engine: Engine, params: int) -> None:
-    """See before the first step that the trained model will find room.
+    """Check before the first step that the drive has space for the trained model.
 
     Args:
-        params: of the model that is written.
+        params: number of parameters of the written model.
 
     Raises:
-        ConfigError: there is less free space than it needs.
+        ConfigError: the free space is too small.
     """
     needed = params * compute_dtype(engine.config).itemsize
     place = directory.absolute()
@@ -77,15 +77,15 @@ def check_room(directory: Path, engine: Engine, params: int) -> None:
 
 
 def save_trained(engine: Engine, directory: Path, tokenizer: Any | None) -> None:
-    """Write the model in the dtype of the training; all ranks call this together, and rank 0 writes.
+    """Write the model in the dtype of the training. All ranks must call this together; rank 0 writes.
 
-    LoRA adapters are merged into the weights, and written by themselves as well.
+    LoRA adapters are merged into the weights, and also written separately.
 
     Args:
-        tokenizer: None for bytes, for which a tokenizer is written whose tokens are bytes.
+        tokenizer: None for bytes: then a tokenizer is written whose tokens are bytes.
 
     Raises:
-        InfinityError: writing failed, on all ranks; an earlier model in the directory is still there.
+        InfinityError: writing failed; raised on all ranks. An earlier model in the directory is kept.
     """
 
     def write_tokenizer() -> None:

@@ -1,10 +1,10 @@
-"""Documents packed into samples of one length, on disk.
+"""Packs documents into samples of one length, on disk.
 
 [Note: what a sample holds]
-Documents one after the other, none of which sees another: positions begin at 0 in each, by which transformers keeps
-attention within it, and its first token is nobody's to predict. A text that is too long for what is left goes on in the
-next sample, from a position of 0; a conversation begins in the next sample instead, and is cut where it is longer than
-one. What is left is filled with tokens that are not learned.
+A sample holds documents one after the other. Attention does not cross documents: in each, positions begin at 0, by
+which transformers separates them. The first token of a document is not predicted. A text that does not fit into the
+rest of a sample continues in the next one, from position 0. A conversation begins in the next sample instead, and its
+end is cut off if it is longer than a sample. The rest of a sample is filled with tokens that are not learned.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from numpy.typing import NDArray
 from infinity.cli.training.documents import Document
 from infinity.errors import ConfigError
 
-_LEARNED, _FIRST = 1, 2  # bits of a token's flags: it is to be predicted; a document begins with it
-_IGNORED = -100  # the label that losses leave out
+_LEARNED, _FIRST = 1, 2  # bits of a token's flags: the model learns to predict it; it is the first of a document
+_IGNORED = -100  # the label that loss functions ignore
 
 
 class Packed:
-    """Samples of documents.
+    """Samples that are packed with documents.
 
     Attributes:
-        vocabulary: one more than the largest token, or what the tokenizer has, if that is more.
-        documents, cut, dropped: how many there are; that were longer than a sample; that had nothing to learn.
+        vocabulary: one more than the largest token, or the tokenizer's vocabulary if that is larger.
+        documents, cut, dropped: number of documents; of those that were cut; of those without a learned token.
 
     Raises:
-        ConfigError: there is nothing to learn at all.
+        ConfigError: no document has a learned token.
     """
 
     def __init__(self, documents: Iterable[Document], length: int, vocabulary: int, fill: int) -> None:
@@ -42,12 +42,12 @@ class Packed:
         self.documents = self.cut = self.dropped = 0
         self.tokens = 0
         self._fill = fill
-        with tempfile.TemporaryFile() as ids, tempfile.TemporaryFile() as flags:  # the mappings keep them alive
+        with tempfile.TemporaryFile() as ids, tempfile.TemporaryFile() as flags:  # memory mappings keep them alive
             self._pack(documents, ids, flags)
             if not flags.tell():
                 raise ConfigError(
                     f"--data has nothing to learn: {self.documents} documents, {self.cut} of which are longer than "
-                    f"--seq-len {length}; give documents that have answers, or a --seq-len that reaches them"
+                    f"--seq-len {length}; give documents with answers, or a --seq-len that includes the answers"
                 )
             ids.flush()
             flags.flush()
@@ -58,7 +58,7 @@ class Packed:
         return len(self._ids)
 
     def sample(self, index: int) -> dict[str, torch.Tensor]:
-        """What the model is given."""
+        """Return the model's arguments for a sample, each a 1-D int64 tensor."""
         ids = self._ids[index].astype(np.int64)
         flags = self._flags[index]
         firsts = np.flatnonzero(flags & _FIRST)
@@ -69,7 +69,7 @@ class Packed:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def crc(self, index: int, crc: int) -> int:
-        """A checksum of the sample, continued from `crc`."""
+        """Return a checksum of the sample, continued from `crc`."""
         return zlib.crc32(self._flags[index].tobytes(), zlib.crc32(self._ids[index].tobytes(), crc))
 
     def _pack(self, documents: Iterable[Document], ids_file: IO[bytes], flags_file: IO[bytes]) -> None:
@@ -92,7 +92,7 @@ class Packed:
                     write()
                 taken = sample.take(ids, flags)
                 ids, flags = ids[taken:], flags[taken:].copy()
-                flags[:1] = _FIRST  # what goes on in the next sample begins there
+                flags[:1] = _FIRST  # the rest is a document of its own in the next sample
         if sample.room < self.length:
             write()
 
@@ -112,20 +112,20 @@ class Packed:
 
 
 class _Sample:
-    """One that is being filled."""
+    """The sample that is being filled; `room` is the number of tokens that still fit."""
 
     def __init__(self, length: int, fill: int) -> None:
         self._length, self._fill = length, fill
         self.begin()
 
     def begin(self) -> None:
-        """Make it empty: what stays so is a document of its own, of which nothing is learned."""
+        """Start an empty sample. Its unused end becomes a document without learned tokens."""
         self.room = self._length
         self.ids: NDArray[np.int32] = np.full(self._length, self._fill, np.int32)
         self.flags: NDArray[np.uint8] = np.zeros(self._length, np.uint8)
 
     def take(self, ids: NDArray[np.int32], flags: NDArray[np.uint8]) -> int:
-        """Put in what there is room for; returns how many tokens that is."""
+        """Append as many tokens as fit. Return their number."""
         at = self._length - self.room
         count = min(self.room, len(ids))
         self.ids[at : at + count] = ids[:count]

@@ -1,4 +1,4 @@
-"""What `infinity train` shows: a display or a line a step, and at the end what moved where."""
+"""Shows the progress of `infinity train`: a display or a line for each step, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepReport:
         return self.tokens / self.step_s
 
     def facts(self) -> dict[str, Any]:
-        """For JSON, which has no NaN."""
+        """Return the step as JSON values. NaN, which JSON does not have, becomes None."""
         stats = self.stats
         norm = stats.grad_norm
         return {
@@ -71,10 +71,10 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the model's loss is on text that it is not trained on.
+    """The model's loss on samples that it is not trained on.
 
     Attributes:
-        tokens: that the loss is the mean of.
+        tokens: number of tokens that the loss is the mean of.
     """
 
     step: int
@@ -83,7 +83,7 @@ class Evaluation:
     seconds: float
 
     def facts(self) -> dict[str, Any]:
-        """For JSON, which has no NaN."""
+        """Return the evaluation as JSON values. NaN, which JSON does not have, becomes None."""
         return {
             "step": self.step,
             "eval_loss": self.loss if math.isfinite(self.loss) else None,
@@ -96,12 +96,12 @@ class Evaluation:
 
 
 class Progress:
-    """Shows steps as they finish and sums them up. A context manager: leaving it gives the terminal back.
+    """Shows steps as they finish and sums them up. A context manager: leaving it restores the terminal.
 
     Args:
-        json_lines: print JSON on standard output instead of what people read on standard error.
-        silent: show nothing; another rank does.
-        log: also gets every step.
+        json_lines: print JSON on standard output instead of text on standard error.
+        silent: show nothing, because another rank does.
+        log: a log that also receives every step.
 
     Attributes:
         stopping: whether a signal ends the run. The signal may also have ended the reader of the output, such as `tee`
@@ -128,7 +128,7 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back and end the log; a second time does nothing."""
+        """Restore the terminal and close the log. A second call does nothing."""
         if self._display is not None:
             with self._writing():
                 self._display.end()
@@ -150,7 +150,7 @@ class Progress:
             drop_unread_streams()
 
     def show(self, report: StepReport) -> None:
-        """A step has finished."""
+        """Show and log a finished step."""
         if self._silent:
             return
         self._first = self._first or report
@@ -170,7 +170,7 @@ class Progress:
                 print(report.line(self._steps), file=sys.stderr, flush=True)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """The model was evaluated."""
+        """Show and log an evaluation."""
         if self._silent:
             return
         if self._log is not None:
@@ -182,7 +182,7 @@ class Progress:
             self.note(evaluation.line())
 
     def note(self, text: str) -> None:
-        """Say something between two steps."""
+        """Show a line of text between two steps."""
         if self._silent:
             return
         text = plain(text)
@@ -193,7 +193,7 @@ class Progress:
                 print(text, file=sys.stderr, flush=True)
 
     def finish(self) -> None:
-        """Show what moved where."""
+        """Show a summary of all steps."""
         if self._display is not None:
             with self._writing():
                 self._display.end()

@@ -1,8 +1,8 @@
-"""Records of training data in the formats that people have, checked and brought into three forms.
+"""Reads records of training data in common formats, checks them, and converts them to three forms.
 
-A record becomes `text`; `messages` (with `tools`); or `prompt` and `completion`, of which the completion alone is
-learned. Alpaca's records become both of the latter: messages for a tokenizer with a chat template, and a prompt in the
-words of the Alpaca project for any other.
+A record becomes `text`; `messages` (with `tools`); or `prompt` and `completion`, of which only the completion is
+learned. Alpaca's records become both of the latter: messages for tokenizers with a chat template, and a prompt in the
+words of the Alpaca project for others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infinity.errors import ConfigError
 
 LINES = ".jsonl"
 _JSON = ".json"  # a list of records, or one record a line
-_ENCODING = "utf-8-sig"  # some editors begin UTF-8 with a mark
+_ENCODING = "utf-8-sig"  # some editors write a byte order mark
 _READ_CHARS = 1 << 20
 _KINDS = {
     "text": ("text",),
@@ -35,7 +35,7 @@ _ROLES = {
     "system": "system",
     "tool": "tool",
 }
-# The words of the Alpaca project (github.com/tatsu-lab/stanford_alpaca), which its models are prompted with.
+# The prompts of the Alpaca project (github.com/tatsu-lab/stanford_alpaca).
 _ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -50,15 +50,15 @@ Record = dict[str, Any]
 
 
 def holds_records(path: Path) -> bool:
-    """The file is one of records, not plain text: by its name, or JSON of which the first value is an object."""
+    """Whether the file has records, not plain text: by its name, or because it is JSON that begins with an object."""
     return path.suffix == LINES or (path.suffix == _JSON and _begin(path).startswith(("{", "[{")))
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record]]:
-    """Every record with its place, in one of the forms above.
+    """Yield every record in one of the forms above, with its place for messages.
 
     Raises:
-        ConfigError: the file cannot be read, or a record is malformed; by file and line, or number in a list.
+        ConfigError: the file cannot be read, or a record is malformed; with file and line, or number in a list.
     """
     with readable(path):
         for place, record in _listed(path) if _begin(path).startswith("[") else _lines(path):
@@ -69,7 +69,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _begin(path: Path) -> str:
-    """The first characters that are not blank."""
+    """Return the first characters of the file, without whitespace."""
     with readable(path), path.open(encoding=_ENCODING, errors="replace") as file:
         return "".join(file.read(1024).split())
 
@@ -82,13 +82,13 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             place = f"{path}:{number}"
             try:
                 yield place, json.loads(raw)
-            except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8
+            except (ValueError, RecursionError) as error:  # includes errors of bytes that are not UTF-8
                 hint = "" if path.suffix == LINES else "; give one list of records, or one record a line"
                 raise ConfigError(f"{place} is no JSON: {error}{hint}") from error
 
 
 def _listed(path: Path) -> Iterator[tuple[str, Any]]:
-    """The entries of a list, one in memory at a time."""
+    """Yield the entries of a list, one in memory at a time."""
     decoder = json.JSONDecoder()
     number = 0
     with path.open(encoding=_ENCODING) as file:
@@ -99,7 +99,7 @@ def _listed(path: Path) -> Iterator[tuple[str, Any]]:
                 try:
                     entry, end = decoder.raw_decode(text)
                 except ValueError as error:
-                    more = file.read(max(_READ_CHARS, len(text)))  # as much again, so that the work stays linear
+                    more = file.read(max(_READ_CHARS, len(text)))  # doubles the text, so that the work stays linear
                     if more:
                         text += more
                         continue
@@ -119,7 +119,7 @@ def _listed(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _formed(place: str, record: Any) -> Record:
-    """The record in one of the three forms."""
+    """Return the record in one of the three forms."""
     found = [kind for kind, keys in _KINDS.items() if isinstance(record, dict) and all(key in record for key in keys)]
     if len(found) != 1:
         known = "; ".join(" and ".join(f"`{key}`" for key in keys) for keys in _KINDS.values())
@@ -149,14 +149,14 @@ def _messages(place: str, messages: Any, tools: Any) -> Record:
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     )
     if not whole:
-        raise ConfigError(f"{place}: `messages` must be a list of objects that have a `role`, and mostly `content`")
+        raise ConfigError(f"{place}: `messages` must be a list of objects that have a `role`, and usually `content`")
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError(f"{place}: `messages` has no turn of the role `assistant`, so there is nothing to learn")
     return {"messages": messages, "tools": tools}
 
 
 def _turns(place: str, record: Record) -> list[dict[str, str]]:
-    """ShareGPT's turns as messages."""
+    """Return ShareGPT's turns as messages."""
     turns = record["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ConfigError(f"{place}: `conversations` must be a list of objects with `from` and `value`")

@@ -1,4 +1,4 @@
-"""Budgets of a training that leave room for its activations, where the configuration leaves them "auto"."""
+"""Reduces memory budgets that are "auto", so that they leave room for activations and gradients."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def with_room(
     *,
     checkpointing: bool,
 ) -> dict[str, Any]:
-    """The configuration with budgets that are "auto" made small enough for activations and gradients.
+    """Return the configuration with "auto" budgets reduced to leave room for activations and gradients.
 
-    All ranks call this together. A model whose work cannot be counted keeps its budgets: `initialize` chooses them.
+    All ranks must call this together. If the work of the model cannot be counted, `initialize` chooses the budgets.
 
     Raises:
-        CapacityError: host memory has no room for the processes of a machine, on all ranks if on one.
+        CapacityError: host memory is too small for the processes of a machine; raised on all ranks.
     """
     config = load_config(values, world_size=ranks.size)
     machine = Machine(
@@ -67,10 +67,10 @@ def with_room(
         problem = host_problem(plan, needs, available + libraries * machine.neighbours)
         found = roomy.tiering
     except (CapacityError, ConfigError) as error:
-        _log.info("budgets are chosen without a look at activations: %s", error)
+        _log.info("budgets are chosen without counting activations: %s", error)
         found = config.tiering
     if not ranks.least(int(not problem)):
-        raise CapacityError(problem or "host memory is too small for another rank; its message has the numbers")
+        raise CapacityError(problem or "host memory is too small on another rank; its message has the numbers")
     budgets = {"host_memory": found.host_memory_bytes, "device_memory": found.device_memory_bytes}
     agreed = {key: ranks.least(sys.maxsize if nbytes is None else nbytes) for key, nbytes in budgets.items()}
     return with_values(values, {f"tiering.{key}": nbytes for key, nbytes in agreed.items() if nbytes < sys.maxsize})

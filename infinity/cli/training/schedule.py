@@ -14,12 +14,12 @@ KINDS = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule over a run; no update has a rate of 0.
+    """A learning-rate schedule over a run. No update has a rate of 0.
 
     Attributes:
         kind: one of `KINDS`.
-        warmup: updates over which the rate rises to the optimizer's.
-        steps: updates of the run; `linear` and `cosine` fall towards 0 behind the last one.
+        warmup: number of updates over which the rate rises to the optimizer's.
+        steps: number of updates of the run; `linear` and `cosine` reach 0 after the last one.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class Schedule:
     steps: int
 
     def factor(self, update: int) -> float:
-        """Share of the highest rate at an update, counted from 0."""
+        """Return the rate at an update, counted from 0, as a share of the highest rate."""
         if update < self.warmup:
             return (update + 1) / (self.warmup + 1)
         share = min(1.0, (update - self.warmup) / max(1, self.steps - self.warmup))
@@ -36,12 +36,12 @@ class Schedule:
         return (1.0 + math.cos(math.pi * share)) / 2 if self.kind == "cosine" else 1.0
 
     def made(self, optimizer: torch.optim.Optimizer) -> FactorLR:
-        """The scheduler, as `initialize` takes one."""
+        """Return a scheduler for the `lr_scheduler` of `initialize`."""
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         return FactorLR(optimizer, lambda finished: self.factor(finished + 1), [0.0] * len(rates), rates)
 
     def words(self) -> str:
-        """For people."""
+        """Describe the schedule."""
         over = f"warm-up over {self.warmup} step{'' if self.warmup == 1 else 's'}"
         if self.warmup >= self.steps:
             return f"{over}, which does not end in {self.steps}"

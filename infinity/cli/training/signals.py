@@ -1,11 +1,11 @@
-"""Ctrl-C, SIGTERM and SIGHUP during training: the first ends the run after its step, the second ends it at once.
+"""Ctrl-C, SIGTERM and SIGHUP during training: the first signal ends the run after its step, the second at once.
 
 SIGHUP never counts as the second signal: when a terminal closes, both the kernel and the shell send it, and at a logout
 it follows SIGTERM. Under nohup it stays ignored.
 
-Python calls a handler between two bytecodes of the main thread, and once for several signals. The main thread may be in
-a backward pass for minutes. So the system's handler also writes a byte for each signal into a pipe, which a thread
-reads.
+Python calls a handler between two bytecodes of the main thread, and only once for several pending signals. The main
+thread may be in a backward pass for minutes. So the handler in C also writes a byte for each signal into a pipe, which
+a thread reads.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from types import FrameType
 from infinity.cli.training.progress import Progress
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_END = b"\0"  # the number of no signal
-_GRACE_S = 3.0  # for the main thread to leave after the second signal
+_END = b"\0"  # ends the thread; no signal has this number
+_GRACE_S = 3.0  # time for the main thread to leave after the second signal
 
 
 class StopSignals:
-    """The signals that this process received; a context manager, for the main thread.
+    """The signals that this process received. A context manager, for the main thread.
 
     Args:
-        progress: says what the first signal does.
-        saves: the model is written after the last step.
+        progress: shows what the first signal does.
+        saves: whether the model is written after the last step.
     """
 
     def __init__(self, progress: Progress, *, saves: bool) -> None:
         self._progress = progress
         self._saves = saves
-        self._handled: list[int] = []  # by Python's handler
-        self._read: list[int] = []  # by the thread
+        self._handled: list[int] = []  # signals that Python's handler received
+        self._read: list[int] = []  # signals that the thread received
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="infinity-signals", daemon=True)
 
@@ -66,7 +66,7 @@ class StopSignals:
 
     @property
     def twice(self) -> bool:
-        """The run is to end at once. The loop looks here, too: what the handler raises is lost inside a `__del__`."""
+        """Whether to end at once. The loop checks this, too: an exception of the handler is lost inside a `__del__`."""
         return max(len(self._handled), len(self._read)) > 1
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -75,7 +75,7 @@ class StopSignals:
             signal.raise_signal(signum)
 
     def _counts(self, signum: int, received: list[int]) -> bool:
-        """Add a signal to those received; False for a SIGHUP that is not the first."""
+        """Add a signal to `received`. Return False for a SIGHUP that is not the first signal, which is ignored."""
         if signum == signal.SIGHUP and received:
             return False
         self._progress.stopping = True
@@ -87,7 +87,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _watch(self) -> None:
-        """Answer the first signal, and end the process after the second if the main thread does not leave."""
+        """Announce the first signal. After the second, end the process if the main thread does not leave in time."""
         while (byte := os.read(self._read_end, 1)) != _END:
             if byte[0] not in self._before or not self._counts(byte[0], self._read):
                 continue
@@ -96,5 +96,5 @@ class StopSignals:
                 then = ", then saving the model" if self._saves else ""
                 self._progress.note(f"{name}: stopping after this step{then} ({name} again: leave at once)")
             elif len(self._read) == 2 and not self._left.wait(_GRACE_S):
-                self._progress.close()  # or the terminal would stay without its cursor
+                self._progress.close()  # otherwise the terminal's cursor would stay hidden
                 os._exit(128 + byte[0])

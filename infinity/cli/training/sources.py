@@ -1,4 +1,4 @@
-"""From the command line's `--data` to what is trained and what is evaluated on."""
+"""Opens `--data` and `--eval-data`: the samples to train on and to evaluate on."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from infinity.zero.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What the command line says.
+    """The data options of the command line.
 
     Attributes:
-        eval_split: share of the samples of `data` that are evaluated on; or `eval_data` has others. Neither: no
-            evaluation.
+        eval_split: share of the samples of `data` to evaluate on. Without it and `eval_data`, nothing is evaluated.
     """
 
     data: tuple[Path, ...]
@@ -39,12 +38,13 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Data:
-    """What there is to train on.
+    """The samples of a training.
 
     Attributes:
-        held_out: samples of `source`, or of `other`, to evaluate on, by number; None for no evaluation.
-        packed: samples hold several documents.
-        notes: what somebody should know of it.
+        source: the source of `held_out`, or of `samples` if nothing is evaluated.
+        held_out: numbers of the samples of `source` to evaluate on; None for no evaluation.
+        packed: whether samples hold several documents.
+        notes: remarks for the user.
     """
 
     samples: Samples
@@ -55,14 +55,14 @@ class Data:
 
 
 def open_data(options: DataOptions, tokenizer: Any | None, model: nn.Module, name: str, ranks: Ranks = ALONE) -> Data:
-    """Read and cut all of it.
+    """Read the data, and cut it into samples.
 
     Args:
-        name: of the model, for messages.
-        ranks: that all call this with the same data, and share the tokenizing.
+        name: name of the model, for messages.
+        ranks: all ranks must call this with the same data, and share the tokenizing.
 
     Raises:
-        ConfigError: it does not exist, is malformed, or is nothing for this model.
+        ConfigError: the data does not exist, is malformed, or does not fit the model.
     """
     source, notes = _source(options.data, "--data", options, tokenizer, model, ranks)
     check_vocabulary(model, source.vocabulary, name)
@@ -83,7 +83,7 @@ def _source(
     paths: Sequence[Path], option: str, options: DataOptions, tokenizer: Any | None, model: nn.Module, ranks: Ranks
 ) -> tuple[Source, list[str]]:
     files = find_files(paths, option)
-    # In a directory, .json files are text, such as a project's own; one that is given by its name is looked into.
+    # .json files in a directory are text, such as a project's settings. A .json file that is named may have records.
     documents = [path for path in files if path.suffix == LINES or (path in paths and holds_records(path))]
     if not documents:
         tokens = ByteTokens(files) if tokenizer is None else TokenizedFiles(files, tokenizer, ranks)
@@ -102,5 +102,5 @@ def _source(
     if packed.cut:
         notes.append(f"warning: {packed.cut} conversations of {option} are longer than --seq-len, and were cut")
     if packed.dropped:
-        notes.append(f"warning: {packed.dropped} documents of {option} have nothing to learn in a sample: left out")
+        notes.append(f"warning: {packed.dropped} documents of {option} were left out: no token that fits is learned")
     return packed, notes

@@ -1,4 +1,4 @@
-"""Which tokenizer a training runs its text through."""
+"""Finds the tokenizer of a training, and makes one for bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FILES = (
 
 
 def find_tokenizer(model: str, asked: str | None) -> Any | None:
-    """The tokenizer that was asked for, or else the model directory's own; None for bytes.
+    """Return the given tokenizer, or else that of the model directory; None for bytes.
 
     Args:
         model: a size, or a model directory.
@@ -43,16 +43,16 @@ def find_tokenizer(model: str, asked: str | None) -> Any | None:
 
 
 def _load(directory: str, problem: str) -> Any:
-    if not Path(directory).is_dir():  # a name would be looked for among downloads
+    if not Path(directory).is_dir():  # transformers would look for a name in its cache of downloads
         raise ConfigError(f"{problem}: there is no such directory")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of a damaged file, whatever the library for its kind raises
+    except Exception as error:  # a damaged file raises whatever its library raises
         raise ConfigError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def check_vocabulary(model: nn.Module, vocabulary: int, name: str) -> None:
-    """Refuse tokens that the model has no embedding for."""
+    """Raise ConfigError if the tokenizer has more tokens than the model has embeddings."""
     embeddings = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if vocabulary > embeddings:
         raise ConfigError(
@@ -62,9 +62,9 @@ def check_vocabulary(model: nn.Module, vocabulary: int, name: str) -> None:
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer whose tokens are the bytes of UTF-8 text, numbered by their values.
+    """Return a tokenizer whose tokens are the bytes of UTF-8 text, numbered by their values.
 
-    It gives a model that was trained on bytes to libraries that load a tokenizer with it.
+    It is saved beside models that were trained on bytes, for libraries that expect a tokenizer.
     """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for their own character
     hidden = [byte for byte in range(256) if byte not in shown]

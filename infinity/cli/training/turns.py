@@ -1,4 +1,4 @@
-"""Work on data that all ranks have, each item done by one of them for all."""
+"""Divides work on data that all ranks have: one rank processes an item, and all ranks get the result."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Result = TypeVar("Result")
 
 
 def in_turns(items: Iterable[Item], work: Callable[[Item], Result], ranks: Ranks, what: str) -> Iterator[Result]:
-    """`work` of every item, in order, on every rank.
+    """Yield `work(item)` for every item, in order, on every rank.
 
     Args:
-        items: the same on all ranks.
-        work: its results can be pickled.
-        what: is done, for messages.
+        items: the items, the same on all ranks.
+        work: returns a result that can be pickled.
+        what: name of the work, for messages.
 
     Raises:
-        ConfigError: it failed on a rank, or one rank has fewer items than another.
+        ConfigError: the work failed on a rank, or one rank has fewer items than another.
     """
     if ranks.size == 1:
         yield from map(work, items)
@@ -39,7 +39,7 @@ def in_turns(items: Iterable[Item], work: Callable[[Item], Result], ranks: Ranks
         if min(counts) < max(counts):
             fewer, more = counts.index(min(counts)), counts.index(max(counts))
             raise ConfigError(f"--data ends earlier on rank {fewer} than on rank {more}: give all ranks the same files")
-        # Each result is of the rank whose turn it was, and no other's.
+        # The result of an item comes from the rank that processed it.
         yield from (turns[rank][rank] for rank in range(counts[0]))  # type: ignore[misc]
         if counts[0] < ranks.size:
             return

@@ -1,4 +1,4 @@
-"""What `infinity tune` does, from its options to the files that it writes."""
+"""Carries out `infinity tune`, from its options to the files that it writes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from infinity.tuning import (
 from infinity.zero.launch import launch_of
 from infinity.zero.sizing import compute_dtype
 
-_ASKED = (  # options that a search cannot change when it goes on
+_ASKED = (  # options that must not change when a search continues
     "model",
     "seq_len",
     "checkpoint_activations",
@@ -52,15 +52,15 @@ _ASKED = (  # options that a search cannot change when it goes on
     "allow_lossy",
 )
 _EXIT_INTERRUPTED = 130
-_WAYS = 2  # of asking the drives, beside the given one, that training is measured with
-_MOST_SHARE = 0.08  # of the budget, for the measured steps of one run
+_WAYS = 2  # the fastest aio settings, which training is measured with in addition to the given one
+_MOST_SHARE = 0.08  # share of the budget for the measured steps of one run
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Search, write and report; returns the exit code.
+    """Search, write and report. Return the exit code.
 
     Raises:
-        ConfigError: an option or the configuration cannot work; nothing has been measured then.
+        ConfigError: an option or the configuration is invalid. Raised before anything is measured.
     """
     values, config = _read(args)
     if launch_of(os.environ) is not None:
@@ -73,9 +73,9 @@ def tune(args: argparse.Namespace) -> int:
         search = Search(outlook, choices, record, trials.measure, args.budget, tell=progress.tell)
         try:
             outcome = search.run()
-        except (KeyboardInterrupt, SystemExit) as end:  # Ctrl-C, and what `unwind_on_signals` raises
+        except (KeyboardInterrupt, SystemExit) as end:  # Ctrl-C, and signals by `unwind_on_signals`
             code = int(end.code or 0) if isinstance(end, SystemExit) else _EXIT_INTERRUPTED
-            outcome = search.outcome("interrupted; --resume goes on")
+            outcome = search.outcome("interrupted; --resume continues")
     report = report_of(args.model, args.seq_len, outcome, outlook, choices, record)
     write_json(args.out, report.values, "the configuration")
     if args.html is not None:
@@ -86,25 +86,25 @@ def tune(args: argparse.Namespace) -> int:
     return code
 
 
-# Before #
+# Preparation #
 
 
 def _read(args: argparse.Namespace) -> tuple[dict[str, Any], Config]:
-    """The file as it is, and what it means."""
+    """Check the options. Return the content of the given file, and its configuration."""
     check_least(args, 1, "seq_len", "steps")
     for name in ("out", "html"):
         path = getattr(args, name)
         if path is not None:
             check_file(f"--{name}", path)
     if args.out.exists() and args.config.exists() and args.out.samefile(args.config):
-        raise ConfigError(f"--out {args.out} is the given configuration, which stays as it is: name another file")
+        raise ConfigError(f"--out {args.out} is the given configuration, which is not overwritten: name another file")
     values = read_json(args.config)
-    values.pop("tuned", None)  # the notes of a search before
+    values.pop("tuned", None)  # notes of an earlier search
     return values, load_config(values)
 
 
 def _record(args: argparse.Namespace, values: dict[str, Any]) -> Record:
-    """A new search, or the one that is to go on."""
+    """Return the record of a new search, or of the one to continue."""
     path = args.out.with_name(f"{args.out.stem}.search.json")
     asked = {
         "config": values,
@@ -115,7 +115,7 @@ def _record(args: argparse.Namespace, values: dict[str, Any]) -> Record:
     if args.resume:
         return read_record(path, asked)
     if path.exists():
-        raise ConfigError(f"{path} holds a search that was begun before: give --resume to go on with it, or remove it")
+        raise ConfigError(f"{path} holds an earlier search: give --resume to continue it, or remove the file")
     return Record(asked, path)
 
 
@@ -127,12 +127,12 @@ def _look(
     workers: Workers,
     progress: _Shown,
 ) -> tuple[Outlook, Choices]:
-    """Measure the machine, unless the record has it, and lay out what there is to choose from."""
+    """Measure the machine, unless the record has it. Return the predictions, and the values of the knobs."""
     transformers.logging.set_verbosity_error()  # its remarks on configurations are for model authors
     model = build_model(args.model)[0]
     max_tokens(model, args.model, args.seq_len)
     limits = Limits(args.host_memory, args.device_memory, args.max_disk)
-    setting_of(config, limits)  # refused before anything is measured
+    setting_of(config, limits)  # raises before anything is measured, if a limit is exceeded
     if record.machine is None:
         began_s = time.monotonic()
         profile = None if args.profile is None else read_profile(args.profile)
@@ -178,24 +178,24 @@ def _trial_job(args: argparse.Namespace, progress: _Shown) -> TrialJob:
 
 
 class _Shown(Progress):
-    """The search on a progress bar."""
+    """Shows the search as a progress bar."""
 
     def __init__(self, budget_s: float) -> None:
         super().__init__()
         self._budget_s = budget_s
-        self._run, self._spent, self._told_s = "", 0.0, 0.0  # what runs, and from when on
+        self._run, self._spent, self._told_s = "", 0.0, 0.0  # the present run, the share spent before, its start
 
     def doing(self, what: str) -> None:
-        """While the machine is measured."""
+        """Show what is measured of the machine."""
         self.show(f"this machine: {what}", 0.0)
 
     def tell(self, text: str, share: float) -> None:
-        """A run begins."""
+        """Show that a run begins."""
         self._run, self._spent, self._told_s = text, share, time.monotonic()
         self.show(text, share)
 
     def tick(self, step_s: list[float]) -> None:
-        """A run goes on."""
+        """Show the progress of the run."""
         seen = f": {min(step_s):.2f} s a step" if step_s else ""
         share = self._spent + (time.monotonic() - self._told_s) / self._budget_s
         self.show(self._run + seen, share)

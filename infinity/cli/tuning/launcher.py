@@ -1,4 +1,4 @@
-"""Starts the processes that measure, listens to them, and ends those that have said enough."""
+"""Starts the processes that measure, reads their events, and stops those that cannot win any more."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from infinity.errors import InfinityError
 from infinity.tuning import MachineJob, Outlook, Run, Setting
 
 _SCRIPT = Path(_LAUNCH).parent / "trial.py"
-_ENDS_IN_S = 20.0  # a process that is asked to end removes its swap files
+_ENDS_IN_S = 20.0  # time for a process to remove its swap files after SIGTERM
 _TICK_S = 0.25
-_FAR_TOO_SLOW = 3.0  # of the limit: not even a step to warm up may take so long
+_FAR_TOO_SLOW = 3.0  # a run is stopped if a step, even of the warm-up, takes so many times the limit
 _TAIL_CHARS = 2000
 
 
 @dataclass(frozen=True)
 class TrialJob:
-    """What all trials have alike.
+    """The common settings of all trials.
 
     Attributes:
-        warm_up: steps before those that count.
-        steps: that count at least, and for at least `least_s`; fewer where they take longer than `most_s`.
-        tick: called every now and then while a trial runs, with its step times so far.
+        warm_up: steps before the measured ones.
+        steps: least number of measured steps, which also last at least `least_s`; fewer if they exceed `most_s`.
+        tick: called regularly while a trial runs, with its step times so far.
     """
 
     model: str
@@ -52,10 +52,10 @@ class TrialJob:
 def measure_in_process(
     workers: Workers, machine: MachineJob, profile: dict[str, Any] | None, doing: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What `measure_machine` finds, of a process of its own.
+    """Call `measure_machine` in a process of its own, and return its result.
 
     Raises:
-        InfinityError: it failed.
+        InfinityError: the measurement failed.
     """
     with workers.at({"kind": "machine", "machine": asdict(machine), "profile": profile}) as worker:
         for event in worker.listen():
@@ -75,7 +75,7 @@ class Trials:
         self._job = job
 
     def measure(self, setting: Setting, stop_above_s: float, within_s: float) -> Run:
-        """See `infinity.tuning.Search`; whatever fails is told in the run."""
+        """Measure a setting, see `infinity.tuning.Search`. Errors are returned in the run."""
         began_s = time.monotonic()
         job = {name: value for name, value in vars(self._job).items() if name != "tick"}
         job |= {"kind": "train", "values": _for_a_trial(self._outlook.values_of(setting))}
@@ -101,7 +101,7 @@ class Trials:
 
 
 def _for_a_trial(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what a few steps neither need nor should leave behind: a learning-rate schedule, a timeline."""
+    """Return the configuration without learning-rate schedule and timeline, which a few steps do not need."""
     left = {key: value for key, value in values.items() if key not in ("scheduler", "tiering.timeline")}
     if isinstance(left.get("tiering"), dict):
         left["tiering"] = {key: value for key, value in left["tiering"].items() if key != "timeline"}
@@ -110,14 +110,14 @@ def _for_a_trial(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class _Heard:
-    """What a training process has said so far."""
+    """The events of a training process so far."""
 
     init_s: float = 0.0
     stopped: bool = False
     step_s: list[float] = field(default_factory=list)
     last_s: float = 0.0
     peaks: dict[str, int] = field(default_factory=dict)
-    _seen: int = 0  # steps, those to warm up included
+    _seen: int = 0  # steps, including the warm-up
 
     def take(self, event: dict[str, Any]) -> None:
         if event.get("event") == "ready":
@@ -131,16 +131,16 @@ class _Heard:
             self.step_s.append(self.last_s)
 
     def hopeless(self, stop_above_s: float) -> bool:
-        """Even the fastest of several steps is too slow."""
+        """Whether even the fastest of several steps is too slow."""
         slow = len(self.step_s) >= 2 and min(self.step_s) > stop_above_s
         return slow or (self._seen >= 2 and self.last_s > _FAR_TOO_SLOW * stop_above_s)
 
 
 class Workers:
-    """A process that has loaded what training takes, and forks one for each job; a context manager.
+    """A process that has loaded all libraries of a training, and forks a child for each job. A context manager.
 
-    Loading takes seconds, which for a small model would be most of a trial. It begins with the first job. The process
-    is in a session of its own, so that Ctrl-C is ours alone.
+    Loading takes seconds, which would be most of a trial of a small model. The process starts with the first job. It
+    has its own session, so that Ctrl-C reaches only this process.
     """
 
     def __init__(self) -> None:
@@ -158,14 +158,14 @@ class Workers:
 
     @contextmanager
     def at(self, job: dict[str, Any]) -> Iterator[_Worker]:
-        """A process that does this job; it ends with the block."""
+        """Run a job in a child process, which is ended at the end of the context."""
         if self._process is not None and self._process.poll() is not None:
             _end(self._process)
             self._process = None
-        began_at = self._errors.seek(0, os.SEEK_END)  # before the job: a process that fails at once says why at once
+        began_at = self._errors.seek(0, os.SEEK_END)  # before the job starts: it may fail and print at once
         self._process = self._process or self._start()
-        assert self._process.stdin is not None  # it was asked for
-        with suppress(BrokenPipeError):  # it has ended meanwhile, and its exit code says so
+        assert self._process.stdin is not None  # opened as a pipe
+        with suppress(BrokenPipeError):  # the process has ended; its exit code is handled later
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
         worker = _Worker(self._process, self._said, self._errors, began_at)
@@ -182,14 +182,14 @@ class Workers:
             stderr=self._errors,
             text=True,
             start_new_session=True,
-            # Or asking for a GPU would start CUDA in the parent, which no process that it forks could use then.
+            # Otherwise, looking for a GPU would initialize CUDA in the parent, and forked children could not use it.
             env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         said: queue.Queue[str | None] = queue.Queue()
         self._said = said
 
         def hear() -> None:
-            assert process.stdout is not None  # it was asked for
+            assert process.stdout is not None  # opened as a pipe
             with process.stdout:
                 for line in process.stdout:
                     said.put(line)
@@ -200,10 +200,10 @@ class Workers:
 
 
 class _Worker:
-    """One job's process, and what it says.
+    """The child process of one job, and its events.
 
     Args:
-        began_at: where in `errors` the words of this job begin.
+        began_at: position in `errors` at which the output of this job begins.
     """
 
     def __init__(
@@ -218,14 +218,14 @@ class _Worker:
         self._code: int | None = None
 
     def listen(self) -> Iterator[dict[str, Any]]:
-        """Its events until it ends; an empty one now and then while it says nothing."""
+        """Yield its events until it ends, and an empty event every `_TICK_S` without one."""
         while self._code is None:
             event = self._next(_TICK_S)
             if event is not None:
                 yield event
 
     def _next(self, within_s: float) -> dict[str, Any] | None:
-        """What it says next, or nothing; None where that is for us alone."""
+        """Return the next event, an empty one after a timeout, or None for an event that only this class handles."""
         try:
             line = self._said.get(timeout=within_s)
         except queue.Empty:
@@ -245,7 +245,7 @@ class _Worker:
         return None
 
     def end(self) -> None:
-        """Have it end, if it has not; it removes its swap files first, if it is given the time."""
+        """End the process: first by SIGTERM, so that it removes its swap files, then by SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             until_s = time.monotonic() + _ENDS_IN_S
             asked = False
@@ -255,7 +255,7 @@ class _Worker:
                     with suppress(ProcessLookupError):
                         os.kill(self._pid, number)
                 self._next(_TICK_S)
-        if self._code is None:  # nobody there to say that it ended
+        if self._code is None:  # the parent does not report the end of the child: it hangs, too
             self._parent.kill()
 
     @property
@@ -264,14 +264,14 @@ class _Worker:
         if self._told or not self._code:
             return self._told
         if self._code == -signal.SIGKILL:
-            return "it was killed by the system, as a rule for want of memory"
+            return "it was killed by the system, usually because memory ran out"
         self._errors.seek(self._began_at)
         tail = self._errors.read()[-_TAIL_CHARS:].strip()
-        return f"it ended with {self._code}: {tail.splitlines()[-1] if tail else 'without a word'}"
+        return f"it ended with {self._code}: {tail.splitlines()[-1] if tail else 'without output'}"
 
 
 def _event(line: str) -> dict[str, Any]:
-    """What a line says; nothing if it is a library's."""
+    """Return the event in a line; empty if the line is a library's output."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -280,9 +280,9 @@ def _event(line: str) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None  # it was asked for
+    assert process.stdin is not None  # opened as a pipe
     with suppress(BrokenPipeError):
-        process.stdin.close()  # it ends where there are no more jobs
+        process.stdin.close()  # the worker ends at the end of its input
     try:
         process.wait(_ENDS_IN_S)
     except subprocess.TimeoutExpired:

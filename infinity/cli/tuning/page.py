@@ -1,4 +1,4 @@
-"""A search as one page of HTML that needs nothing else: no other file, no script, no network."""
+"""Shows a search as one self-contained page of HTML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infinity.cli.tuning.report import Report
 
 
 def page(report: Report) -> str:
-    """The whole document."""
+    """Return the whole page."""
     title = f"infinity tune: {report.model}, {report.seq_len} tokens a sample"
     return document(
         title,
@@ -78,7 +78,7 @@ def _predicted(report: Report) -> str:
     drawn = chart(
         axis("measured step, s", values, log=True), axis("predicted step, s", values, log=True), [same, *dots]
     )
-    return figure(drawn, "On the line, the plan was right. What lies right of it took longer than predicted.")
+    return figure(drawn, "On the line, the prediction was exact. Points to the right of it took longer than predicted.")
 
 
 def _over_time(report: Report) -> str:
@@ -94,7 +94,7 @@ def _over_time(report: Report) -> str:
     ]
     x = axis("seconds of the search", [at_s for at_s, _ in points], zero=True)
     drawn = chart(x, axis("step, s", [step_s for _, step_s in points], zero=True), series)
-    return figure(drawn, "What the time of the search has bought. The same setting twice shows how the machine varies.")
+    return figure(drawn, "Steps over the time of the search. Repeated runs of a setting show how the machine varies.")
 
 
 def _over_memory(report: Report) -> str:

@@ -1,4 +1,4 @@
-"""What a search found, as plain values, as text, and as the configuration that is written."""
+"""The result of a search as JSON values, as text, and as the tuned configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Row:
 
     Attributes:
         what: how it differs from the given one.
-        step_s: median over its runs; None where it did not run.
-        note: why it did not run, or was ended early.
+        step_s: median over its runs; None if it did not run.
+        note: why it did not run or was stopped early; else empty.
     """
 
     what: str
@@ -31,12 +31,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is to be told.
+    """The result of a search.
 
     Attributes:
-        given_s, best_s: medians of the given and the best setting's steps, over all runs; None without any.
-        curve: steps of the best setting over `tiering.host_memory`, by the plan.
-        history: (seconds of the search, median step of the run that ended then, what it was).
+        given_s, best_s: median steps of the given and the best setting over all runs; None without runs.
+        curve: predicted steps of the best setting over `tiering.host_memory`.
+        history: for each run: the search's time when it ended, its median step, and its setting as text.
     """
 
     model: str
@@ -56,18 +56,18 @@ class Report:
     def headline(self) -> str:
         """The result in one sentence."""
         if self.given_s is None and self.best_s is None:
-            return "nothing could be measured: the configuration is as it was given"
+            return "nothing could be measured: the configuration is unchanged"
         if self.given_s is None:
             return f"the given configuration does not run; this one does, {_seconds(self.best_s)} a step"
         if self.outcome.best == self.outcome.given:
-            return f"nothing beats the given configuration ({_seconds(self.given_s)} a step): it is as it was"
+            return f"no setting is faster than the given configuration ({_seconds(self.given_s)} a step)"
         return (
-            f"{1 / self.outcome.ratio:.2f} times as fast as it was given, in runs next to one another: a step takes "
+            f"{1 / self.outcome.ratio:.2f} times as fast as the given configuration, in consecutive runs: a step takes "
             f"{_seconds(self.best_s)}"
         )
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as JSON values."""
         outcome = self.outcome
         return {
             "model": self.model,
@@ -88,7 +88,7 @@ class Report:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the report as text."""
         lines = [self.headline, ""]
         for reason in self.reasons:
             change = reason.chosen if reason.chosen == reason.given else f"{reason.given} -> {reason.chosen}"
@@ -107,7 +107,7 @@ def _seconds(value: float | None) -> str:
 
 
 def report_of(model: str, seq_len: int, outcome: Outcome, outlook: Outlook, choices: Choices, record: Record) -> Report:
-    """Put it together."""
+    """Return the report of a search."""
     why = reasons(outcome.best, outlook, choices, record)
     given_s, best_s = (_finite(record.median_s(setting)) for setting in (outcome.given, outcome.best))
     return Report(
@@ -133,8 +133,8 @@ def report_of(model: str, seq_len: int, outcome: Outcome, outlook: Outlook, choi
 def tuned_values(
     outlook: Outlook, outcome: Outcome, why: list[Reason], given_s: float | None, best_s: float | None
 ) -> dict[str, Any]:
-    """The file with the best setting, and a section `tuned` that says why; the rest as its author left it."""
-    values = edited(outlook.values, keys_of(outlook.config, outcome.best, KNOBS))  # of the given one, a limit on "auto"
+    """Return the file with the best setting and a section `tuned` that gives the reasons. Other keys are unchanged."""
+    values = edited(outlook.values, keys_of(outlook.config, outcome.best, KNOBS))  # at least limits instead of "auto"
     notes: Mapping[str, Any] = {
         "by": "infinity tune",
         "step_s": {"given": given_s, "tuned": best_s},
@@ -149,7 +149,7 @@ def _rows(outcome: Outcome, outlook: Outlook, record: Record) -> list[Row]:
         runs = [run for run in record.runs if run.setting == setting]
         prediction = outlook.of(setting)
         error = next((run.error for run in runs if run.error), "")
-        early = "ended early" if all(run.stopped for run in runs) else ""
+        early = "stopped early" if all(run.stopped for run in runs) else ""
         rows.append(
             Row(
                 what=_what(setting, outcome.given),

@@ -1,9 +1,10 @@
-"""Processes that measure for `infinity tune`: the machine, or a few steps of training. One JSON object a line.
+"""Processes that measure the machine, or a few steps of training, for `infinity tune`.
 
-A parent that has loaded everything, and run nothing of it, forks one for each job that standard input names. Standard
-output has `{"event": "began", "pid"}` and `{"event": "ended", "code"}` of the parent; between them of the child
+A parent process has loaded all libraries, but used none of them. It reads jobs from standard input, one JSON object a
+line, and forks a child for each. Events go to standard output, also one JSON object a line. Those of the parent are
+`{"event": "began", "pid"}` and `{"event": "ended", "code"}`; those of the child, between them,
 `{"event": "doing", "what"}`, `{"event": "machine", "found"}`, `{"event": "ready", "init_s"}`,
-`{"event": "step", "step_s", "counts", ...}`, `{"event": "error", "error"}`.
+`{"event": "step", "step_s", "counts", ...}` and `{"event": "error", "error"}`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MOST_STEPS = 50
 
 
 def main() -> int:
-    """Serve until standard input ends; returns the exit code."""
+    """Serve jobs until standard input ends. Return the exit code."""
     for line in iter(sys.stdin.readline, ""):
         sys.stdout.flush()
         pid = os.fork()
@@ -44,7 +45,7 @@ def main() -> int:
 
 
 def _become(line: str) -> NoReturn:
-    """Do one job as a process of its own, which ends as any other does."""
+    """Do one job in a forked child, and end the process with its exit code."""
     try:
         code = perform(json.loads(line))
     except SystemExit as ending:
@@ -52,14 +53,14 @@ def _become(line: str) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    atexit._run_exitfuncs()  # what is to be removed at exit
+    atexit._run_exitfuncs()  # removes swap files; `os._exit` does not call them
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the rest of the parent's code is not for this process
+    os._exit(code)  # a child must not continue the loop of the parent
 
 
 def perform(job: dict[str, Any]) -> int:
-    """Measure what a job asks for; returns the exit code."""
+    """Do one job. Return the exit code."""
     try:
         if job["kind"] == "machine":
             _measure(job)
@@ -68,7 +69,7 @@ def perform(job: dict[str, Any]) -> int:
     except InfinityError as error:
         _say("error", error=str(error))
         return 1
-    except Exception as error:  # of torch, or of the model: it is this setting's failure, not the search's
+    except Exception as error:  # from torch or the model: this setting fails, but the search continues
         _say("error", error=f"{type(error).__name__}: {error}")
         return 1
     return 0
@@ -86,7 +87,7 @@ def _measure(job: dict[str, Any]) -> None:
 
 
 def _train(job: dict[str, Any]) -> None:
-    """Steps on random tokens, until there are enough that count."""
+    """Train on random tokens until enough steps are measured."""
     parent = os.getppid()
     transformers.logging.set_verbosity_error()
     start_s = time.perf_counter()
@@ -115,11 +116,12 @@ def _train(job: dict[str, Any]) -> None:
 
 @dataclass
 class _Count:
-    """Which steps count, and when there are enough.
+    """Decides which steps count, and when there are enough.
 
     Args:
-        warm_up: steps that do not count; fewer where they take longer than `most_s`, but one.
-        steps: that count at least, and for at least `least_s`; fewer where they take longer than `most_s`, but one.
+        warm_up: steps that do not count; if they exceed `most_s`, fewer, but at least one.
+        steps: least number of counted steps, which also last at least `least_s`; if they exceed `most_s`, fewer, but
+            at least one.
     """
 
     warm_up: int
@@ -132,7 +134,7 @@ class _Count:
     counted_s: float = 0.0
 
     def take(self, step_s: float) -> bool:
-        """A step took so long; returns whether it counts."""
+        """Take the seconds of a step. Return whether it counts."""
         self.seen += 1
         if self.seen <= self.warm_up and (self.seen == 1 or self.warm_s < self.most_s):
             self.warm_s += step_s

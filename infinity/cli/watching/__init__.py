@@ -1,1 +1,1 @@
-"""What a run is doing, as text."""
+"""Shows the status of runs as text."""

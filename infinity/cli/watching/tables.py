@@ -1,4 +1,4 @@
-"""Runs as lines of text that fit a terminal: a row each, or all that is known of one."""
+"""Shows runs as lines of text that fit a terminal: one row for each run, or the details of one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity.telemetry.status import RunStatus
 _GAP = "  "
 _BAR_WIDTH = 20
 _COMMAND_WIDTH = 24
-_LEAST_WAIT = 0.005  # share of a step that is worth a word
+_LEAST_WAIT = 0.005  # waits below this share of a step are not shown
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class _Column:
     """A column of the table.
 
     Attributes:
-        rank: those with the lowest come first to what room there is.
-        left: text, and no number.
+        rank: priority: if space is short, the columns with the lowest ranks are shown.
+        left: align to the left, for text.
     """
 
     title: str
@@ -34,7 +34,7 @@ class _Column:
 
 
 def table(runs: Sequence[RunStatus], columns: int) -> list[str]:
-    """A line a run under a line of titles, with as many columns as fit."""
+    """Return a line of titles and one line for each run, with as many columns as fit."""
     cells = {column.title: [column.title, *(plain(column.cell(run)) for run in runs)] for column in _COLUMNS}
     widths = {title: max(len(cell) for cell in column) for title, column in cells.items()}
     shown: set[str] = set()
@@ -57,7 +57,7 @@ def table(runs: Sequence[RunStatus], columns: int) -> list[str]:
 
 
 def details(run: RunStatus, columns: int) -> list[str]:
-    """All that is known of a run."""
+    """Return all details of a run as lines."""
     facts = run.facts
     lines = [
         f"pid {run.pid}  rank {facts.get('rank', 0)} of {facts.get('ranks', 1)}  {_state(run)}{_phase(run)}  up "
@@ -170,7 +170,7 @@ def _waits_cell(run: RunStatus) -> str:
 
 
 def _waits(facts: Mapping[str, Any], most: int) -> str:
-    """Share of the last step that was waited, and for what."""
+    """Return the share of the last step that was spent waiting, and the main causes."""
     step_s = sum(facts.get("phase_s", {}).values())
     if not step_s:
         return "-"
@@ -193,7 +193,7 @@ def _command(run: RunStatus) -> str:
     return text if len(text) <= _COMMAND_WIDTH else text[: _COMMAND_WIDTH - 3] + "..."
 
 
-# As they stand, from the left. GiB and GB/s, so that a cell is a number.
+# In their order from the left. Sizes are in GiB and rates in GB/s, so that each cell is a number.
 _COLUMNS = (
     _Column("pid", 0, lambda run: str(run.pid)),
     _Column("rank", 5, lambda run: str(run.facts.get("rank", 0))),
