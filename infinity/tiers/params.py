@@ -112,56 +112,56 @@ class Params:
 
     def reset_pins(self, units: Collection[UnitParams]) -> None:
         """Set one pin on each of these units and no pin on all others."""
-        for unit in self.units:
-            unit.compute_copy.pins = int(unit in units)
+        for params in self.units:
+            params.compute_copy.pins = int(params in units)
 
     # First values #
 
-    def create(self, unit: UnitParams) -> bool:
+    def create(self, params: UnitParams) -> bool:
         """Allocate memory for a unit without values; the caller fills its `shard`. Return False without room."""
-        if unit.update_memory is Memory.DEVICE:
-            has_room = not unit.spec.offloaded or self.ledger.fits(unit.spec.nbytes)
+        if params.update_memory is Memory.DEVICE:
+            has_room = not params.spec.offloaded or self.ledger.fits(params.spec.nbytes)
         else:
-            has_room = self._stage(unit)
+            has_room = self._stage(params)
         if not has_room:
             return False
         with self.critical:
-            if unit.update_memory is Memory.DEVICE:
-                self._allocate(unit)
-            unit.field.begin_write(unit.update_memory)
+            if params.update_memory is Memory.DEVICE:
+                self._allocate(params)
+            params.field.begin_write(params.update_memory)
         if self._device is None:
-            unit.tensor.zero_()  # padding must be zero, and the memory may hold another unit's bytes
+            params.tensor.zero_()  # padding must be zero, and the memory may hold another unit's bytes
         return True
 
-    def create_done(self, unit: UnitParams) -> None:
+    def create_done(self, params: UnitParams) -> None:
         """End `create`: write or upload the new values, and block until this is done."""
-        unit.field.end_write(unit.update_memory)
-        if unit.update_memory is Memory.HOST:
-            if unit.home > Memory.HOST:  # on the device
-                unit.order_behind(unit.start_upload())
-            unit.write_home()
-            self._leave_host(unit)
+        params.field.end_write(params.update_memory)
+        if params.update_memory is Memory.HOST:
+            if params.home > Memory.HOST:  # on the device
+                params.order_behind(params.start_upload())
+            params.write_home()
+            self._leave_host(params)
 
-    def create_failed(self, unit: UnitParams) -> None:
+    def create_failed(self, params: UnitParams) -> None:
         """End `create` after an error: free the memory again."""
-        if unit.field.state(unit.update_memory) is State.WRITING:
-            unit.field.fail_write(unit.update_memory)
-            if unit.update_memory is Memory.HOST:
-                self._leave_host(unit)
-            elif unit.spec.offloaded:
-                self._free(unit)
+        if params.field.state(params.update_memory) is State.WRITING:
+            params.field.fail_write(params.update_memory)
+            if params.update_memory is Memory.HOST:
+                self._leave_host(params)
+            elif params.spec.offloaded:
+                self._free(params)
 
-    def discard(self, unit: UnitParams) -> None:
+    def discard(self, params: UnitParams) -> None:
         """Drop the unit's values without writing them."""
-        self.await_update(unit)
-        resident = unit.field.state(Memory.DEVICE) is State.VALID
-        unit.field.consume()
-        if resident and unit.spec.offloaded:
-            self._free(unit)
+        self.await_update(params)
+        resident = params.field.state(Memory.DEVICE) is State.VALID
+        params.field.consume()
+        if resident and params.spec.offloaded:
+            self._free(params)
 
     # Fetch and evict #
 
-    def fetch_start(self, unit: UnitParams, priority: Priority, *, for_update: bool = False) -> None:
+    def fetch_start(self, params: UnitParams, priority: Priority, *, for_update: bool = False) -> None:
         """Start a fetch for which the ledger has room: STORED -> FETCHING.
 
         The unit stays STORED if it must pass through host memory and updates use all staging memory.
@@ -169,219 +169,221 @@ class Params:
         Args:
             for_update: an update needs the values in host memory, so the fetch must go through it.
         """
-        direct = None if self._device is None or for_update or len(unit.spec.pieces) > 1 else self._device.direct
-        reads_to_device = unit.home < Memory.HOST and unit.update_memory is Memory.DEVICE  # from NVMe or a file
-        reads_past_host = unit.home is Memory.NVME and direct is not None  # from NVMe straight to the device
-        if not (reads_to_device or reads_past_host or unit.keeps_shard or self._stage(unit)):
+        direct = None if self._device is None or for_update or len(params.spec.pieces) > 1 else self._device.direct
+        reads_to_device = params.home < Memory.HOST and params.update_memory is Memory.DEVICE  # from NVMe or a file
+        reads_past_host = params.home is Memory.NVME and direct is not None  # from NVMe straight to the device
+        if not (reads_to_device or reads_past_host or params.keeps_shard or self._stage(params)):
             return
         with self.critical:
-            self._allocate(unit)
+            self._allocate(params)
             if reads_to_device:
-                unit.read(Memory.DEVICE, priority)
+                params.read(Memory.DEVICE, priority)
             elif reads_past_host:
                 assert direct is not None
-                unit.read_past_host(direct)
-            elif unit.keeps_shard:
-                self._fetch_from_shard(unit)
+                params.read_past_host(direct)
+            elif params.keeps_shard:
+                self._fetch_from_shard(params)
             else:
-                if unit.field.state(Memory.HOST) is State.ABSENT:
-                    unit.read(Memory.HOST, priority)
-                self.through_host[unit] = None
-                unit.field.copies[Memory.HOST].pin()
-                unit.field.expect(Memory.DEVICE)
+                if params.field.state(Memory.HOST) is State.ABSENT:
+                    params.read(Memory.HOST, priority)
+                self.through_host[params] = None
+                params.field.copies[Memory.HOST].pin()
+                params.field.expect(Memory.DEVICE)
 
-    def _fetch_from_shard(self, unit: UnitParams) -> None:
+    def _fetch_from_shard(self, params: UnitParams) -> None:
         """Copy the SHARD to the unit's allocated memory. After an interrupt, free the memory if it is not used yet."""
         try:
-            unit.copy_shard_to_tensor()
+            params.copy_shard_to_tensor()
         except BaseException:
-            if unit.compute_copy.state is State.ABSENT:  # a queued copy may use it, but reuse is ordered behind that
-                self._free(unit)
+            if params.compute_copy.state is State.ABSENT:  # a queued copy may use it, but reuse is ordered behind that
+                self._free(params)
                 self.critical.note_rollback()
             raise
 
-    def advance(self, unit: UnitParams) -> None:
+    def advance(self, params: UnitParams) -> None:
         """Start the upload of a unit in `through_host` if its read has ended. No update may be using the unit."""
-        if unit.field.arriving(Memory.DEVICE) is None:
-            read = unit.field.arriving(Memory.HOST)
+        if params.field.arriving(Memory.DEVICE) is None:
+            read = params.field.arriving(Memory.HOST)
             if read is None or read.transfer.done():
                 if read is not None:
-                    unit.field.finish_move(read)
-                unit.start_upload()
+                    params.field.finish_move(read)
+                params.start_upload()
 
-    def fetch_wait(self, unit: UnitParams) -> None:
+    def fetch_wait(self, params: UnitParams) -> None:
         """Block until the fetch ends: FETCHING -> RESIDENT.
 
         Raises:
             StorageError: reading failed; the unit is STORED again.
         """
-        if unit in self.through_host:
-            self._finish(unit, Memory.HOST)
-            self.advance(unit)
-            upload = unit.field.arriving(Memory.DEVICE)
+        if params in self.through_host:
+            self._finish(params, Memory.HOST)
+            self.advance(params)
+            upload = params.field.arriving(Memory.DEVICE)
             assert upload is not None
-            unit.order_behind(upload)
-            self._end_fetch(unit)
-        elif unit.keeps_shard:
-            unit.await_shard_copy()
+            params.order_behind(upload)
+            self._end_fetch(params)
+        elif params.keeps_shard:
+            params.await_shard_copy()
         else:
-            self._finish(unit, Memory.DEVICE)
-        if unit.compute_copy.state is not State.VALID:
-            raise RuntimeError(f"unit {unit.spec.name} is not resident, and no fetch of it was started")
+            self._finish(params, Memory.DEVICE)
+        if params.compute_copy.state is not State.VALID:
+            raise RuntimeError(f"unit {params.spec.name} is not resident, and no fetch of it was started")
 
-    def _finish(self, unit: UnitParams, memory: Memory) -> None:
+    def _finish(self, params: UnitParams, memory: Memory) -> None:
         """Wait for the move that fills a copy. If it fails, end the fetch that it belongs to."""
-        move = unit.field.arriving(memory)
+        move = params.field.arriving(memory)
         if move is None:
             return
         try:
-            unit.wait(move)
+            params.wait(move)
         except BaseException:
-            if unit.field.arriving(memory) is None:  # the move failed; an interrupted wait leaves it arriving
-                if unit in self.through_host:
-                    unit.field.give_up(Memory.DEVICE)
-                    self._end_fetch(unit)
-                self._free(unit)
+            if params.field.arriving(memory) is None:  # the move failed; an interrupted wait leaves it arriving
+                if params in self.through_host:
+                    params.field.give_up(Memory.DEVICE)
+                    self._end_fetch(params)
+                self._free(params)
             raise
 
-    def _end_fetch(self, unit: UnitParams) -> None:
-        del self.through_host[unit]
-        unit.field.copies[Memory.HOST].unpin()
-        self._leave_host(unit)
+    def _end_fetch(self, params: UnitParams) -> None:
+        del self.through_host[params]
+        params.field.copies[Memory.HOST].unpin()
+        self._leave_host(params)
 
-    def await_update(self, unit: UnitParams) -> None:
+    def await_update(self, params: UnitParams) -> None:
         """Order all later work of the compute stream behind the upload of the unit's last update."""
-        upload, unit.update_upload = unit.update_upload, None
-        if upload is not None and unit.field.arriving(Memory.DEVICE) is upload:  # else it has ended
-            unit.order_behind(upload)
+        upload, params.update_upload = params.update_upload, None
+        if upload is not None and params.field.arriving(Memory.DEVICE) is upload:  # else it has ended
+            params.order_behind(upload)
 
-    def evict(self, unit: UnitParams) -> None:
+    def evict(self, params: UnitParams) -> None:
         """Free the device memory of an unpinned unit: RESIDENT -> STORED. Another memory must have its newest value."""
-        self.await_update(unit)
-        assert unit.spec.offloaded
+        self.await_update(params)
+        assert params.spec.offloaded
         with self.critical:
-            if not unit.field.drop(Memory.DEVICE):  # a move still reads it, because an interrupt ended the wait for it
-                for move in list(unit.compute_copy.moves):
+            if not params.field.drop(
+                Memory.DEVICE
+            ):  # a move still reads it, because an interrupt ended the wait for it
+                for move in list(params.compute_copy.moves):
                     move.wait(self._counters)
-                unit.field.gone(Memory.DEVICE)
-            self._free(unit)
+                params.field.gone(Memory.DEVICE)
+            self._free(params)
 
     # Changes #
 
-    def open_host(self, unit: UnitParams) -> bool:
+    def open_host(self, params: UnitParams) -> bool:
         """Start copying the values to `shard`, for an update or another access. Return False without room.
 
         The unit must be FETCHING or RESIDENT. It is pinned until `close_host`.
         """
-        if unit.update_memory is Memory.HOST:
-            if not self._stage(unit):
+        if params.update_memory is Memory.HOST:
+            if not self._stage(params):
                 return False
-            if unit.field.state(Memory.HOST) is State.ABSENT:
-                self._finish(unit, unit.device_copy)  # a read directly from NVMe to the device may be in flight
-                unit.download()
-            unit.field.copies[Memory.HOST].pin()
-        unit.compute_copy.pin()
+            if params.field.state(Memory.HOST) is State.ABSENT:
+                self._finish(params, params.device_copy)  # a read directly from NVMe to the device may be in flight
+                params.download()
+            params.field.copies[Memory.HOST].pin()
+        params.compute_copy.pin()
         return True
 
-    def host_wait(self, unit: UnitParams) -> None:
+    def host_wait(self, params: UnitParams) -> None:
         """Block until `shard` has the values."""
-        self._finish(unit, unit.update_memory)
+        self._finish(params, params.update_memory)
 
     def end_pass(self) -> None:
         """End the backward pass: later downloads wait for all queued work, see [Note: downloads] in unit_params.py.
 
         Until here, only updates have changed units, after their gradients were computed.
         """
-        for unit in self.units:
-            unit.download_after = None
+        for params in self.units:
+            params.download_after = None
 
-    def begin_change(self, unit: UnitParams) -> tuple[Move, ...]:
+    def begin_change(self, params: UnitParams) -> tuple[Move, ...]:
         """Begin a change of `shard`. Return the moves to wait for first. Pairs with `end_change`.
 
         Raises:
             InfinityError: the values are in existing files, which are never written.
         """
-        if unit.home is Memory.FILE:
+        if params.home is Memory.FILE:
             raise InfinityError(
-                f"unit `{unit.spec.name}` is read in place from {unit.spec.runs[0].file.path.parent}, which is never "
-                "written: to change frozen parameters, read them with in_place=False"
+                f"unit `{params.spec.name}` is read in place from {params.spec.runs[0].file.path.parent}, which is "
+                "never written: to change frozen parameters, read them with in_place=False"
             )
-        unit.uploaded = 0
-        return unit.field.begin_write(unit.update_memory)
+        params.uploaded = 0
+        return params.field.begin_write(params.update_memory)
 
-    def begin_update(self, unit: UnitParams) -> tuple[Move, ...]:
+    def begin_update(self, params: UnitParams) -> tuple[Move, ...]:
         """Like `begin_change`, for an update. The model has hidden the old values, see [Note: uploads]."""
         if self._device is not None:
-            unit.upload_after = self._device.link.mark()
-        return self.begin_change(unit)
+            params.upload_after = self._device.link.mark()
+        return self.begin_change(params)
 
-    def end_change(self, unit: UnitParams, *, changed: bool = True) -> None:
+    def end_change(self, params: UnitParams, *, changed: bool = True) -> None:
         """End the change, if one was begun, and upload the values if the unit has a copy on the device.
 
         Args:
             changed: if False, nothing was written, and nothing needs to be uploaded.
         """
-        if unit.field.copies[unit.update_memory].state is not State.WRITING:
+        if params.field.copies[params.update_memory].state is not State.WRITING:
             return
         with self.critical:
-            unit.field.end_write(unit.update_memory, changed=changed)
+            params.field.end_write(params.update_memory, changed=changed)
             if not changed:
                 return
-            if unit.keeps_shard:
-                self._upload_to_shard(unit)
-            elif unit.update_memory is Memory.HOST and unit.field.state(Memory.DEVICE) is not State.ABSENT:
-                self._upload_newest(unit)
+            if params.keeps_shard:
+                self._upload_to_shard(params)
+            elif params.update_memory is Memory.HOST and params.field.state(Memory.DEVICE) is not State.ABSENT:
+                self._upload_newest(params)
 
-    def _upload_newest(self, unit: UnitParams) -> None:
+    def _upload_newest(self, params: UnitParams) -> None:
         """Upload the newest values from host memory; the device has older ones, or they are arriving."""
-        older = unit.field.arriving(Memory.DEVICE)
-        if older is None and unit in self.through_host:
+        older = params.field.arriving(Memory.DEVICE)
+        if older is None and params in self.through_host:
             return  # the fetch continues with the new values
         if older is not None:
-            self._finish(unit, Memory.DEVICE)
-        unit.update_upload = unit.start_upload()
-        if unit in self.through_host:
-            self._end_fetch(unit)
+            self._finish(params, Memory.DEVICE)
+        params.update_upload = params.start_upload()
+        if params in self.through_host:
+            self._end_fetch(params)
 
-    def _upload_to_shard(self, unit: UnitParams) -> None:
+    def _upload_to_shard(self, params: UnitParams) -> None:
         """Upload the newest values from host memory to the unit's SHARD."""
-        for move in list(unit.field.copies[Memory.SHARD].moves):
-            unit.wait(move)
-        unit.order_behind(unit.start_upload())
-        self._update_tensor(unit)
+        for move in list(params.field.copies[Memory.SHARD].moves):
+            params.wait(move)
+        params.order_behind(params.start_upload())
+        self._update_tensor(params)
 
-    def _update_tensor(self, unit: UnitParams) -> None:
+    def _update_tensor(self, params: UnitParams) -> None:
         """Copy a changed SHARD to its place in the unit's tensor, if the unit is on the device."""
-        if unit.field.state(Memory.DEVICE) is not State.ABSENT:
-            unit.await_shard_copy()  # that of the fetch, if it has not ended
-            unit.copy_shard_to_tensor()
-            unit.await_shard_copy()
+        if params.field.state(Memory.DEVICE) is not State.ABSENT:
+            params.await_shard_copy()  # that of the fetch, if it has not ended
+            params.copy_shard_to_tensor()
+            params.await_shard_copy()
 
-    def begin_device_change(self, unit: UnitParams) -> torch.Tensor:
+    def begin_device_change(self, params: UnitParams) -> torch.Tensor:
         """Begin a change in compute-stream order. Return the trainable part of this rank's shard on the device.
 
         Pairs with `end_device_change`.
         """
         assert self._device is not None
-        self.await_update(unit)
-        unit.download_after = None
-        for move in unit.field.begin_write(unit.device_copy):
+        self.await_update(params)
+        params.download_after = None
+        for move in params.field.begin_write(params.device_copy):
             self._device.link.compute_waits(move.transfer)
-        return unit.trained_on_device()
+        return params.trained_on_device()
 
-    def end_device_change(self, unit: UnitParams) -> None:
+    def end_device_change(self, params: UnitParams) -> None:
         """End the change; its work is queued, so that all later work of the compute stream runs behind it."""
-        unit.field.end_write(unit.device_copy, in_order=True)
-        if unit.keeps_shard:
-            self._update_tensor(unit)
+        params.field.end_write(params.device_copy, in_order=True)
+        if params.keeps_shard:
+            self._update_tensor(params)
 
-    def close_host(self, unit: UnitParams, *, changed: bool = True) -> None:
+    def close_host(self, params: UnitParams, *, changed: bool = True) -> None:
         """End `open_host`: the values may leave host memory. See `end_change`."""
-        self.end_change(unit, changed=changed)
-        if unit.update_memory is Memory.HOST:
-            unit.field.copies[Memory.HOST].unpin()
-            self._leave_host(unit)
-        unit.compute_copy.unpin()
+        self.end_change(params, changed=changed)
+        if params.update_memory is Memory.HOST:
+            params.field.copies[Memory.HOST].unpin()
+            self._leave_host(params)
+        params.compute_copy.unpin()
 
     # Rollback #
 
@@ -393,7 +395,7 @@ class Params:
         if not self.writes_every_update:
             self._swap.slots.next_epoch()
 
-    def roll_back(self, unit: UnitParams) -> None:
+    def roll_back(self, params: UnitParams) -> None:
         """Roll back the unit's last change, before which `UnitParams.can_roll_back` was True.
 
         No move may be in flight. The copy on the device is old from now on, and may be evicted.
@@ -401,100 +403,100 @@ class Params:
         Raises:
             StorageError: the old values cannot be read.
         """
-        self.await_update(unit)
-        unit.roll_back()
-        if unit in self._leaving:
+        self.await_update(params)
+        params.roll_back()
+        if params in self._leaving:
             self._reap()  # otherwise `_stage` would reuse the copy, with the values that are rolled back
-        if unit.home is Memory.HOST:
-            unit.wait(unit.read(Memory.HOST, Priority.DEMAND))
+        if params.home is Memory.HOST:
+            params.wait(params.read(Memory.HOST, Priority.DEMAND))
 
     def close(self) -> None:
         """Wait for copies over the link, and free all memory. No other transfer may be in flight."""
         if self._device is not None and self._device.direct is not None:
             self._device.direct.close()
-        for unit in self.units:
-            unit.update_upload = None
-            unit.close()
+        for params in self.units:
+            params.update_upload = None
+            params.close()
         self._spare.clear()
 
     # Device memory #
 
-    def _allocate(self, unit: UnitParams) -> None:
+    def _allocate(self, params: UnitParams) -> None:
         """Allocate memory for the unit's tensor, see [Note: stable storage] in unit_params.py.
 
         Called in the critical section that begins the unit's copy. If there is no memory, nothing has begun.
         """
-        if unit.spec.offloaded:
-            self.ledger.take(unit.spec.nbytes, unit.spec.name)
+        if params.spec.offloaded:
+            self.ledger.take(params.spec.nbytes, params.spec.name)
         try:
             with self._allocating:
-                unit.buffer.allocate()
+                params.buffer.allocate()
         except BaseException:
-            if unit.spec.offloaded:
-                self.ledger.give(unit.spec.nbytes)
+            if params.spec.offloaded:
+                self.ledger.give(params.spec.nbytes)
             self.critical.note_rollback()
             raise
         if self._device is not None:
-            unit.upload_after = self._device.link.mark()
+            params.upload_after = self._device.link.mark()
 
-    def _free(self, unit: UnitParams) -> None:
+    def _free(self, params: UnitParams) -> None:
         with self._allocating:
-            unit.buffer.free()
-        self.ledger.give(unit.spec.nbytes)
+            params.buffer.free()
+        self.ledger.give(params.spec.nbytes)
 
     # Host memory #
 
-    def _stage(self, unit: UnitParams) -> bool:
+    def _stage(self, params: UnitParams) -> bool:
         """Lease memory for a HOST copy, and wait for old copies to leave if needed.
 
         Return False if updates use all of the memory.
         """
-        if unit.lease is None:
+        if params.lease is None:
             assert self._device is not None
             staging = self._device.staging
             self._reap()
-            unit.lease = staging.try_lease(unit.spec.shard_nbytes)
-            while unit.lease is None and self._leaving:
+            params.lease = staging.try_lease(params.spec.shard_nbytes)
+            while params.lease is None and self._leaving:
                 self._finish_leaving(self._leaving[0])
-                unit.lease = staging.try_lease(unit.spec.shard_nbytes)
-        elif unit.field.state(Memory.HOST) is State.LEAVING and unit.home > Memory.HOST:
-            self._finish_leaving(unit)  # not kept: an update on the device may have changed its home since
-            return self._stage(unit)
-        elif unit.field.state(Memory.HOST) is State.LEAVING:
-            unit.field.keep(Memory.HOST)  # its values are still in memory
-            self._leaving.remove(unit)
-        return unit.lease is not None
+                params.lease = staging.try_lease(params.spec.shard_nbytes)
+        elif params.field.state(Memory.HOST) is State.LEAVING and params.home > Memory.HOST:
+            self._finish_leaving(params)  # not kept: an update on the device may have changed its home since
+            return self._stage(params)
+        elif params.field.state(Memory.HOST) is State.LEAVING:
+            params.field.keep(Memory.HOST)  # its values are still in memory
+            self._leaving.remove(params)
+        return params.lease is not None
 
-    def _finish_leaving(self, unit: UnitParams) -> None:
+    def _finish_leaving(self, params: UnitParams) -> None:
         """Block until no move touches a LEAVING HOST copy."""
-        self._finish(unit, unit.device_copy)
-        for move in list(unit.field.copies[Memory.HOST].moves):
-            unit.wait(move)
+        self._finish(params, params.device_copy)
+        for move in list(params.field.copies[Memory.HOST].moves):
+            params.wait(move)
         self._reap()
 
-    def _leave_host(self, unit: UnitParams) -> None:
+    def _leave_host(self, params: UnitParams) -> None:
         """Release staging memory that is no longer needed, as soon as no move touches it."""
-        copy = unit.field.copies[Memory.HOST]
-        if unit.home is Memory.HOST or copy.pins:
+        copy = params.field.copies[Memory.HOST]
+        if params.home is Memory.HOST or copy.pins:
             return
         if copy.state is State.ARRIVING:  # the caller that requested it has failed
-            self._finish(unit, Memory.HOST)
+            self._finish(params, Memory.HOST)
         if copy.state is State.VALID:
-            unit.field.drop(Memory.HOST)
+            params.field.drop(Memory.HOST)
         if copy.state is State.ABSENT:
-            self._release(unit)
-        elif unit not in self._leaving:
-            self._leaving.append(unit)
+            self._release(params)
+        elif params not in self._leaving:
+            self._leaving.append(params)
 
     def _reap(self) -> None:
-        for unit in self._leaving:
-            if unit.update_upload is not None and unit.update_upload.transfer.done():
-                self._finish(unit, Memory.DEVICE)
-        for unit in [unit for unit in self._leaving if unit.field.gone(Memory.HOST)]:
-            self._leaving.remove(unit)
-            self._release(unit)
+        for params in self._leaving:
+            if params.update_upload is not None and params.update_upload.transfer.done():
+                self._finish(params, Memory.DEVICE)
+        for params in [params for params in self._leaving if params.field.gone(Memory.HOST)]:
+            self._leaving.remove(params)
+            self._release(params)
 
-    def _release(self, unit: UnitParams) -> None:
-        lease, unit.lease = unit.lease, None
+    def _release(self, params: UnitParams) -> None:
+        lease, params.lease = params.lease, None
         if lease is not None:
             lease.release()

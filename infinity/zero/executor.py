@@ -100,31 +100,31 @@ class Executor:
 
     # Uses #
 
-    def enter(self, units: Sequence[Unit]) -> None:
+    def enter(self, rows: Sequence[Unit]) -> None:
         """Block until the units are resident, up to date and unsharded, and start the next actions of the plan.
 
         If this raises, none of these units stays pinned.
         """
         if self.speculation.units:
-            self.roll_back(*units)
+            self.roll_back(*rows)
         if self.gathering.early:
-            self.gathering.drop_unexpected(units)
-        for unit in units:
-            unit.params.compute_copy.pin()  # pin all first: the fetch of one must not evict another
+            self.gathering.drop_unexpected(rows)
+        for row in rows:
+            row.params.compute_copy.pin()  # pin all first: the fetch of one must not evict another
         entered: list[Unit] = []
         try:
-            for unit in units:
+            for row in rows:
                 self.poll()
-                self._report(actions.UseBegins(unit))
-                entered.append(unit)
+                self._report(actions.UseBegins(row))
+                entered.append(row)
                 if self.gathering.has_shared_units:
-                    self._gather_for_use(unit)
-                unit.views.show()
+                    self._gather_for_use(row)
+                row.views.show()
         except BaseException as error:
             if isinstance(error, StorageError):
                 self._params.critical.mark_interrupted()  # an update that failed is not run again: poison the engine
-            for unit in units:
-                unit.params.compute_copy.unpin()
+            for row in rows:
+                row.params.compute_copy.unpin()
             self._end_uses(entered)
             raise
 
@@ -138,78 +138,78 @@ class Executor:
                 _PERFORMERS[type(action)](self, action.unit, action)
         return action is not None
 
-    def gather_preceding(self, unit: Unit | None = None) -> None:
+    def gather_preceding(self, row: Unit | None = None) -> None:
         """Gather the updated units that all ranks gather before this one; with None, before another collective."""
-        for other in self.gathering.preceding(unit):
+        for other in self.gathering.preceding(row):
             self._report(actions.ParametersNeeded(other))
             self.gathering.gather(other)
 
-    def _gather_for_use(self, unit: Unit) -> None:
+    def _gather_for_use(self, row: Unit) -> None:
         """Unshard a resident unit that a module is about to use, and start to gather the units that are used next."""
-        self.gather_preceding(unit)
-        self.gathering.enter(unit)
+        self.gather_preceding(row)
+        self.gathering.enter(row)
         self._gather_upcoming()
 
     def _gather_upcoming(self) -> None:
         """Start to gather the units that are used next, in their order."""
-        while (unit := self.gathering.next_to_gather([self.units[index] for index in self.cycle.upcoming])) is not None:
-            self.roll_back(unit)
-            unit.params.compute_copy.pin()
+        while (row := self.gathering.next_to_gather([self.units[unit] for unit in self.cycle.upcoming])) is not None:
+            self.roll_back(row)
+            row.params.compute_copy.pin()
             try:
-                self._report(actions.ParametersNeeded(unit))
-                self.gathering.gather_early(unit)
+                self._report(actions.ParametersNeeded(row))
+                self.gathering.gather_early(row)
             except BaseException:
-                unit.params.compute_copy.unpin()
+                row.params.compute_copy.unpin()
                 raise
 
-    def leave(self, units: Sequence[Unit]) -> None:
+    def leave(self, rows: Sequence[Unit]) -> None:
         """End uses: unpin the units, and poll completions."""
-        for unit in units:
-            unit.params.compute_copy.unpin()
+        for row in rows:
+            row.params.compute_copy.unpin()
         if self.gathering.has_shared_units:
-            self._end_uses(units)
+            self._end_uses(rows)
         self.poll()
 
-    def _end_uses(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            self.gathering.leave(unit, self.cycle.expected)
+    def _end_uses(self, rows: Sequence[Unit]) -> None:
+        for row in rows:
+            self.gathering.leave(row, self.cycle.expected)
 
     # Actions #
 
-    def _fetch(self, unit: Unit, action: actions.Fetch) -> None:
+    def _fetch(self, row: Unit, action: actions.Fetch) -> None:
         priority = Priority.DEMAND if action.urgent else Priority.PREFETCH
-        self._params.fetch_start(unit.params, priority, for_update=unit.due is not None)
+        self._params.fetch_start(row.params, priority, for_update=row.due is not None)
 
-    def _await_fetch(self, unit: Unit) -> None:
-        if unit.residency is Residency.FETCHING:
-            self._params.fetch_wait(unit.params)
+    def _await_fetch(self, row: Unit) -> None:
+        if row.residency is Residency.FETCHING:
+            self._params.fetch_wait(row.params)
 
-    def _evict(self, unit: Unit) -> None:
-        if unit.params.is_dirty():  # rare: the update of a unit that the plan evicts has written it home
-            with self._in_host_memory(unit):
-                unit.params.write_home()
-        unit.views.hide()
-        self._params.evict(unit.params)
+    def _evict(self, row: Unit) -> None:
+        if row.params.is_dirty():  # rare: the update of a unit that the plan evicts has written it home
+            with self._in_host_memory(row):
+                row.params.write_home()
+        row.views.hide()
+        self._params.evict(row.params)
 
     @contextmanager
-    def _in_host_memory(self, unit: Unit) -> Iterator[None]:
+    def _in_host_memory(self, row: Unit) -> Iterator[None]:
         """Keep this rank's shard of a pinned or resident unit in host memory in this context."""
-        self.in_flight.open_host(unit)
+        self.in_flight.open_host(row)
         try:
-            self._params.host_wait(unit.params)
+            self._params.host_wait(row.params)
             yield
         finally:
-            self._params.close_host(unit.params)
+            self._params.close_host(row.params)
 
-    def _submit_speculative(self, unit: Unit, action: actions.SubmitSpeculative) -> None:
-        if self.speculation.can_speculate(unit, action.write, action.next_use):
-            unit.views.hide_trained()
-            self.speculation.speculate(unit, action.write, action.next_use)
+    def _submit_speculative(self, row: Unit, action: actions.SubmitSpeculative) -> None:
+        if self.speculation.can_speculate(row, action.write, action.next_use):
+            row.views.hide_trained()
+            self.speculation.speculate(row, action.write, action.next_use)
 
-    def _await_newest(self, unit: Unit, _: actions.AwaitNewest) -> None:
-        self.in_flight.wait_computed(unit)
-        self._await_fetch(unit)
-        self._params.await_update(unit.params)
+    def _await_newest(self, row: Unit, _: actions.AwaitNewest) -> None:
+        self.in_flight.wait_computed(row)
+        self._await_fetch(row)
+        self._params.await_update(row.params)
 
     # The plan #
 
@@ -228,38 +228,38 @@ class Executor:
         """
         self.gathering.end_cycle()
         # Remove all pins, except those of updates: an exception may have skipped a `leave`.
-        self._params.reset_pins({unit.params for unit in self.in_flight.submitted})
+        self._params.reset_pins({row.params for row in self.in_flight.submitted})
         self._report(actions.CycleEnds(learn))
         self.hide_evictable()
 
     def hide_evictable(self) -> None:
         """Hide all units that can be evicted, see [Note: values at rest]."""
-        for unit in self._scheduler.in_memory:
-            self.units[unit.index].views.hide()
+        for row in self._scheduler.in_memory:
+            self.units[row.index].views.hide()
 
-    def _hide_if_evictable(self, unit: Unit) -> None:
-        if self._is_evictable(unit):
-            unit.views.hide()
+    def _hide_if_evictable(self, row: Unit) -> None:
+        if self._is_evictable(row):
+            row.views.hide()
 
     @staticmethod
-    def _is_evictable(unit: Unit) -> bool:
+    def _is_evictable(row: Unit) -> bool:
         """Whether the unit can be evicted and is not pinned."""
-        return unit.offloaded and not unit.is_pinned
+        return row.offloaded and not row.is_pinned
 
     # Updates #
 
-    def update(self, unit: Unit, segments: tuple[Segment, ...], indices: Collection[int]) -> None:
+    def update(self, row: Unit, segments: tuple[Segment, ...], indices: Collection[int]) -> None:
         """Update the unit once its parameters are in memory: now, or after their fetch.
 
         Args:
             segments: the elements of this rank's shard to update, with their rules.
             indices: indices of the parameters that the update changes. The running pass may still use the others.
         """
-        self.in_flight.add_due(unit, segments)
-        self.gathering.changed(unit)
-        unit.views.mark_stale(indices)
-        if unit.can_update():
-            self._report(actions.UpdateDue(unit))
+        self.in_flight.add_due(row, segments)
+        self.gathering.changed(row)
+        row.views.mark_stale(indices)
+        if row.can_update():
+            self._report(actions.UpdateDue(row))
 
     # Speculative updates, see [Note: speculative updates] in speculation.py #
 
@@ -268,30 +268,30 @@ class Executor:
         self.write_changed()
         self._params.begin_speculation()
 
-    def speculate(self, unit: Unit, segments: tuple[Segment, ...], *, may_drop_grads: bool) -> bool:
+    def speculate(self, row: Unit, segments: tuple[Segment, ...], *, may_drop_grads: bool) -> bool:
         """Submit a speculative update of the tiles that can be rolled back. Return False if there are none.
 
         Args:
             may_drop_grads: whether the memory of the gradients may be freed, if they can be reconstructed. Their norm
                 must be known: after that, only a rollback or a user needs them.
         """
-        before, unit.expected = unit.speculative, ExpectedUpdate(segments, may_drop_grads)
+        before, row.expected = row.speculative, ExpectedUpdate(segments, may_drop_grads)
         try:
-            self._report(actions.UpdateExpected(unit))
+            self._report(actions.UpdateExpected(row))
         finally:
-            unit.expected = None
-        return unit.speculative is not before
+            row.expected = None
+        return row.speculative is not before
 
-    def commit(self, unit: Unit, indices: Collection[int]) -> None:
+    def commit(self, row: Unit, indices: Collection[int]) -> None:
         """Commit the speculative update, which changed these parameters. The update of its other tiles is due now."""
-        unit.views.mark_stale(indices)
-        self.speculation.commit(unit)
-        if unit.ticket is None:  # finished already, but its new values were not to be shown before the commit
-            self.in_flight.finished.append(unit)
-        if unit.residency is not Residency.STORED:
-            self._report(actions.UpdateDue(unit))
+        row.views.mark_stale(indices)
+        self.speculation.commit(row)
+        if row.ticket is None:  # finished already, but its new values were not to be shown before the commit
+            self.in_flight.finished.append(row)
+        if row.residency is not Residency.STORED:
+            self._report(actions.UpdateDue(row))
 
-    def roll_back(self, *units: Unit, grads: bool = True) -> None:
+    def roll_back(self, *rows: Unit, grads: bool = True) -> None:
         """Roll back the speculative updates of these units.
 
         Args:
@@ -301,52 +301,51 @@ class Executor:
             InfinityError: a module uses one of the units.
             StorageError: the old values cannot be read.
         """
-        updated = [unit for unit in units if unit.speculative is not None]
+        updated = [row for row in rows if row.speculative is not None]
         if not updated or self._params.critical.interrupted:  # a poisoned engine must not touch its states
             return
-        for unit in updated:
-            if unit.residency is Residency.FETCHING:  # prefetched by the plan
-                self._report(actions.OldParametersNeeded(unit))
-        stored = [unit for unit in updated if unit.residency is Residency.STORED]
-        to_fetch = [unit for unit in stored if self.speculation.needs_memory(unit)]
-        others = [unit for unit in updated if unit not in to_fetch]
+        for row in updated:
+            if row.residency is Residency.FETCHING:  # prefetched by the plan
+                self._report(actions.OldParametersNeeded(row))
+        to_fetch = [row for row in updated if row.residency is Residency.STORED and self.speculation.needs_memory(row)]
+        others = [row for row in updated if row not in to_fetch]
         with self._params.critical:  # until no copy in memory has values that were rolled back
             restored_on_nvme = self.speculation.roll_back(others, self.free_gradients, grads=grads)
             self._spill_early()
-            for unit in to_fetch:  # one by one: there may not be room for all of them
-                self._report(actions.OldParametersNeeded(unit))
-                self.speculation.roll_back([unit], self.free_gradients, grads=grads)
+            for row in to_fetch:  # one by one: there may not be room for all of them
+                self._report(actions.OldParametersNeeded(row))
+                self.speculation.roll_back([row], self.free_gradients, grads=grads)
             self._spill_early()
-            for unit in updated:
-                self.gathering.changed(unit)
-                if unit in restored_on_nvme:
-                    self._report(actions.ParametersStale(unit))
+            for row in updated:
+                self.gathering.changed(row)
+                if row in restored_on_nvme:
+                    self._report(actions.ParametersStale(row))
                 else:
-                    self._show_at_rest(unit)  # now: a backward pass through an older graph may read it without `enter`
+                    self._show_at_rest(row)  # now: a backward pass through an older graph may read it without `enter`
 
     def roll_back_all(self, *, grads: bool = True) -> bool:
         """Roll back all speculative updates. Return whether there were any."""
-        units = self.speculation.undecided
-        self.roll_back(*units, grads=grads)
-        return bool(units)
+        rows = self.speculation.undecided
+        self.roll_back(*rows, grads=grads)
+        return bool(rows)
 
-    def prepare_for_gradients(self, unit: Unit) -> None:
+    def prepare_for_gradients(self, row: Unit) -> None:
         """Block until gradients can be added to the unit's present ones, because no update uses these.
 
         A speculative update will be rolled back, so its gradients are restored. If another update has ended, also
         retry actions that wait for memory.
         """
-        if unit.due is not None:  # the last step's update: this pass has not used the unit, but ranks sum zeros for it
-            self._report(actions.ParametersNeeded(unit))
-        if unit.speculative is not None:
-            self.speculation.mark_for_rollback(unit, self.free_gradients)
+        if row.due is not None:  # the last step's update: this pass has not used the unit, but ranks sum zeros for it
+            self._report(actions.ParametersNeeded(row))
+        if row.speculative is not None:
+            self.speculation.mark_for_rollback(row, self.free_gradients)
             self._spill_early()
         if self._scheduler.waits_for_memory and self.in_flight.some_ended:
             self.poll()
 
-    def free_gradients(self, unit: Unit) -> bool:
+    def free_gradients(self, row: Unit) -> bool:
         """Free memory for the unit's gradients, by a spill or a wait for an update. Return False if neither can."""
-        freed = self._report(actions.GradientsNeedRoom(unit))
+        freed = self._report(actions.GradientsNeedRoom(row))
         self._show_finished()
         return freed
 
@@ -373,8 +372,8 @@ class Executor:
         if in_flight.finished:
             self._show_finished()
         for params in self._params.through_host:
-            unit = self.units[params.index]
-            if unit.ticket is None and unit.due is None:
+            row = self.units[params.index]
+            if row.ticket is None and row.due is None:
                 self._params.advance(params)
 
     def end_step(self) -> None:
@@ -385,40 +384,40 @@ class Executor:
     def _show_finished(self) -> None:
         """Show the new values of units whose updates have finished."""
         while self.step_is_over and self.in_flight.finished:
-            unit = self.in_flight.finished.pop()
+            row = self.in_flight.finished.pop()
             # The finished update may be the last step's: if this step's is submitted already, the values are stale.
-            is_stale = unit.params.update_upload is not None or unit.is_updating
+            is_stale = row.params.update_upload is not None or row.is_updating
             if not is_stale:
-                self._show_at_rest(unit)
+                self._show_at_rest(row)
 
-    def _show_at_rest(self, unit: Unit) -> None:
+    def _show_at_rest(self, row: Unit) -> None:
         """Show the unit's values, unless it can be evicted: then its next use shows them."""
-        if self._is_evictable(unit):
+        if self._is_evictable(row):
             return
-        if unit.residency is Residency.RESIDENT and self.gathering.is_whole(unit):
-            unit.views.show()
+        if row.residency is Residency.RESIDENT and self.gathering.is_whole(row):
+            row.views.show()
 
     def _submit_due(self) -> None:
         """Fetch the unit of every due update, and submit the update."""
-        for unit in self.in_flight.due:
-            unit.params.compute_copy.pin()
+        for row in self.in_flight.due:
+            row.params.compute_copy.pin()
             try:
-                self._report(actions.ParametersNeeded(unit))
+                self._report(actions.ParametersNeeded(row))
             finally:
-                unit.params.compute_copy.unpin()
+                row.params.compute_copy.unpin()
 
     def compute_all(self) -> None:
         """Block until every due or submitted update is computed. Writes of new values home may still be running."""
         self._submit_due()
-        for unit in self.in_flight.submitted:
-            self.in_flight.wait_computed(unit)
+        for row in self.in_flight.submitted:
+            self.in_flight.wait_computed(row)
 
     def write_changed(self) -> None:
         """Write units that were modified outside of the optimizer to NVMe, where updates expect the newest values."""
-        for unit in self.units:
-            if unit.params.is_nvme_stale() and self._scheduler.writes_updates(unit) and unit.ticket is None:
-                with self.resident(unit):
-                    unit.params.write_home()
+        for row in self.units:
+            if row.params.is_nvme_stale() and self._scheduler.writes_updates(row) and row.ticket is None:
+                with self.resident(row):
+                    row.params.write_home()
 
     def drain(self) -> None:
         """Block until every update is computed and written. Speculative updates are rolled back."""
@@ -427,10 +426,10 @@ class Executor:
         while self.in_flight.finish_one():
             pass
         self.poll()
-        for unit in self._scheduler.in_memory:
-            self._hide_if_evictable(self.units[unit.index])
+        for row in self._scheduler.in_memory:
+            self._hide_if_evictable(self.units[row.index])
 
-    def move_states(self, index: int, *, to_device: bool) -> None:
+    def move_states(self, unit: int, *, to_device: bool) -> None:
         """Move the unit's optimizer states to the device (`to_device`), or back. No update may be unfinished.
 
         Raises:
@@ -440,7 +439,7 @@ class Executor:
         refused: torch.OutOfMemoryError | None = None
         with self._params.critical:  # any other error poisons the engine: some tiles have moved, others have not
             try:
-                self._pipeline.move_states(index, to_device=to_device)
+                self._pipeline.move_states(unit, to_device=to_device)
             except torch.OutOfMemoryError as error:
                 refused = error
         if refused is not None:
@@ -449,65 +448,65 @@ class Executor:
     def show_newest(self) -> None:
         """Finish every update and show the parameters that are never evicted. All ranks call this together."""
         self.drain()
-        for unit in self.units:
-            if not unit.offloaded:
-                self._params.await_update(unit.params)
-                self.gathering.gather(unit)
-                unit.views.show()
+        for row in self.units:
+            if not row.offloaded:
+                self._params.await_update(row.params)
+                self.gathering.gather(row)
+                row.views.show()
 
     # Access from outside of a step #
 
     @contextmanager
-    def gathered(self, unit: Unit) -> Iterator[torch.Tensor]:
+    def gathered(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield the unit's flat parameters on the compute device, up to date and unsharded, while the context lasts.
 
         All ranks call this together.
         """
-        self.roll_back(unit)
+        self.roll_back(row)
         self.gathering.drop_early()  # the early gathers of a running pass may leave no room
-        unit.params.compute_copy.pin()
+        row.params.compute_copy.pin()
         try:
-            self._report(actions.ParametersNeeded(unit))
-            self.gathering.gather(unit)
-            unit.views.show()
-            yield unit.params.tensor
+            self._report(actions.ParametersNeeded(row))
+            self.gathering.gather(row)
+            row.views.show()
+            yield row.params.tensor
         finally:
-            self.gathering.reshard(unit)
-            unit.params.compute_copy.unpin()
-            self._hide_if_evictable(unit)
+            self.gathering.reshard(row)
+            row.params.compute_copy.unpin()
+            self._hide_if_evictable(row)
 
     @contextmanager
-    def resident(self, unit: Unit) -> Iterator[torch.Tensor]:
+    def resident(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield this rank's shard of the unit in host memory, up to date and read only, while the context lasts."""
-        self.roll_back(unit)
-        unit.views.check()  # first stores values that the user has set with `param.data = values`
-        unit.params.compute_copy.pin()
+        self.roll_back(row)
+        row.views.check()  # first stores values that the user has set with `param.data = values`
+        row.params.compute_copy.pin()
         try:
-            self._report(actions.ParametersNeeded(unit))
-            with self._in_host_memory(unit):
-                yield unit.params.shard
+            self._report(actions.ParametersNeeded(row))
+            with self._in_host_memory(row):
+                yield row.params.shard
         finally:
-            unit.params.compute_copy.unpin()
-            self._hide_if_evictable(unit)
+            row.params.compute_copy.unpin()
+            self._hide_if_evictable(row)
 
     @contextmanager
-    def changing(self, unit: Unit) -> Iterator[torch.Tensor]:
+    def changing(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield the shard as `resident` does, for writing.
 
         The values at the end of the context become the newest values of the unit, also after an exception.
         """
-        with self.resident(unit) as flat:
-            for move in self._params.begin_change(unit.params):
+        with self.resident(row) as flat:
+            for move in self._params.begin_change(row.params):
                 move.transfer.result()
             try:
                 yield flat
             finally:
-                self._params.end_change(unit.params)
-                self._params.await_update(unit.params)
-                self.gathering.changed(unit)
-                unit.views.mark_stale()
-                if self.gathering.is_whole(unit):
-                    unit.views.show()
+                self._params.end_change(row.params)
+                self._params.await_update(row.params)
+                self.gathering.changed(row)
+                row.views.mark_stale()
+                if self.gathering.is_whole(row):
+                    row.views.show()
 
     def take_over(self) -> None:
         """Read all values that an earlier process has left on NVMe. All ranks call this together, between steps.
@@ -515,40 +514,40 @@ class Executor:
         Raises:
             StorageError: values cannot be read; some have been replaced by then.
         """
-        for unit in self.units:
-            if unit.params.has_nvme_copy:
-                with self.changing(unit):
-                    unit.params.read_found()
+        for row in self.units:
+            if row.params.has_nvme_copy:
+                with self.changing(row):
+                    row.params.read_found()
         self._pipeline.take_over()
 
-    def refresh(self, unit: Unit) -> None:
+    def refresh(self, row: Unit) -> None:
         """Point the model's parameters of the unit at its memory again, or at NaN if it is not resident."""
-        unit.views.forget()
-        self._params.await_update(unit.params)
-        is_stale = unit.is_updating or self.views.detached
-        whole = unit.residency is Residency.RESIDENT and self.gathering.is_whole(unit)
-        if whole and not is_stale and not self._is_evictable(unit):
-            unit.views.show()
+        row.views.forget()
+        self._params.await_update(row.params)
+        is_stale = row.is_updating or self.views.detached
+        whole = row.residency is Residency.RESIDENT and self.gathering.is_whole(row)
+        if whole and not is_stale and not self._is_evictable(row):
+            row.views.show()
         else:
-            unit.views.hide()
+            row.views.hide()
 
-    def take_back(self, unit: Unit, index: int) -> None:
+    def take_back(self, row: Unit, index: int) -> None:
         """Take back a lent parameter, see [Note: lent parameters] in param_access.py: let it show its unit's memory."""
-        unit.views.take_back(index)
-        self.refresh(unit)
+        row.views.take_back(index)
+        self.refresh(row)
 
     def detach_views(self) -> None:
         """Detach the model's parameters from the memory, before it is freed."""
         self.views.detached = True
-        for unit in self.units:
-            unit.views.detach()
+        for row in self.units:
+            row.views.detach()
 
     @contextmanager
-    def created(self, unit: Unit) -> Iterator[torch.Tensor]:
+    def created(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield memory for the first values of a unit, which the caller fills in the context."""
-        params = unit.params
+        params = row.params
         while not self._params.create(params):
-            self._report(actions.RoomNeeded(unit))
+            self._report(actions.RoomNeeded(row))
         params.compute_copy.pin()
         try:
             yield params.shard
@@ -558,22 +557,22 @@ class Executor:
             raise
         finally:
             params.compute_copy.unpin()
-        if unit.residency is Residency.RESIDENT:
-            self._report(actions.ParametersMade(unit))
-        self.refresh(unit)
+        if row.residency is Residency.RESIDENT:
+            self._report(actions.ParametersMade(row))
+        self.refresh(row)
 
 
 # Unbound, because bound methods would form a cycle: an unreferenced executor would stay until a garbage collection.
 _PERFORMERS: dict[type[Action], Callable[[Executor, Any, Any], object]] = {
     actions.Fetch: Executor._fetch,
-    actions.AwaitFetch: lambda executor, unit, _: executor._await_fetch(unit),
-    actions.AwaitGradients: lambda executor, unit, _: executor._grads.finish_moves(unit.grads),
-    actions.AwaitSpill: lambda executor, unit, _: executor._grads.await_spill(unit.grads),
-    actions.AwaitUpdate: lambda executor, unit, _: executor.in_flight.finish(unit),
-    actions.Evict: lambda executor, unit, _: executor._evict(unit),
-    actions.Spill: lambda executor, unit, _: executor._grads.spill(unit.grads),
-    actions.Submit: lambda executor, unit, action: executor.in_flight.submit(unit, action.write, action.next_use),
+    actions.AwaitFetch: lambda executor, row, _: executor._await_fetch(row),
+    actions.AwaitGradients: lambda executor, row, _: executor._grads.finish_moves(row.grads),
+    actions.AwaitSpill: lambda executor, row, _: executor._grads.await_spill(row.grads),
+    actions.AwaitUpdate: lambda executor, row, _: executor.in_flight.finish(row),
+    actions.Evict: lambda executor, row, _: executor._evict(row),
+    actions.Spill: lambda executor, row, _: executor._grads.spill(row.grads),
+    actions.Submit: lambda executor, row, action: executor.in_flight.submit(row, action.write, action.next_use),
     actions.SubmitSpeculative: Executor._submit_speculative,
-    actions.UpdateOnDevice: lambda executor, unit, _: executor.in_flight.update_on_device(unit),
+    actions.UpdateOnDevice: lambda executor, row, _: executor.in_flight.update_on_device(row),
     actions.AwaitNewest: Executor._await_newest,
 }

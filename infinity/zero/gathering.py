@@ -53,7 +53,7 @@ class Gathering:
     """Decide when units are unsharded, and unshard them. A unit that no other rank shares is always unsharded.
 
     Args:
-        units: by index.
+        rows: of all units.
         capacity_bytes: memory for units that are evicted and fetched; the same on all ranks.
         ahead_bytes: memory for units that are gathered early, beyond the next one.
 
@@ -63,13 +63,13 @@ class Gathering:
     """
 
     def __init__(
-        self, units: Sequence[Unit], ranks: Ranks, capacity_bytes: int, counters: Counters, ahead_bytes: int = 0
+        self, rows: Sequence[Unit], ranks: Ranks, capacity_bytes: int, counters: Counters, ahead_bytes: int = 0
     ) -> None:
         self._ranks = ranks
         self._counters = counters
-        self._shared = [unit for unit in units if unit.shared is not None]
+        self._shared = [row for row in rows if row.shared is not None]
         self.has_shared_units = bool(self._shared)
-        moving_bytes = [unit.params.spec.moving_bytes for unit in units]
+        moving_bytes = [row.params.spec.moving_bytes for row in rows]
         self._ahead_limit = AheadLimit(capacity_bytes, ahead_bytes, max(moving_bytes, default=0))
         self.early: dict[Unit, None] = {}
         self._order = [] if any(moving_bytes) else list(self._shared)
@@ -77,53 +77,53 @@ class Gathering:
         self._in_use_bytes = 0  # of units in use that can be evicted
 
     @staticmethod
-    def is_whole(unit: Unit) -> bool:
+    def is_whole(row: Unit) -> bool:
         """Whether the newest shards of all ranks are in the unit's memory."""
-        return unit.shared is None or unit.shared.is_whole
+        return row.shared is None or row.shared.is_whole
 
-    def drop_unexpected(self, units: Sequence[Unit]) -> None:
+    def drop_unexpected(self, rows: Sequence[Unit]) -> None:
         """Drop the early gathers if a unit that is used now was not expected and is stale: it needs their room."""
-        for unit in units:
-            if unit in self.early:
+        for row in rows:
+            if row in self.early:
                 return
-            if not self.is_whole(unit):
+            if not self.is_whole(row):
                 self.drop_early()
                 return
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, row: Unit) -> None:
         """Begin a use: unshard a resident unit, and end the early gathers before it. Pairs with `leave`."""
-        shared = unit.shared
+        shared = row.shared
         if shared is None:
             return
         if not shared.uses:
             self._in_use_bytes += shared.moving_bytes
         shared.uses += 1  # before anything that can fail: after an error, `leave` is called, too
-        if unit in self.early:
-            while (first := next(iter(self.early))) is not unit:
+        if row in self.early:
+            while (first := next(iter(self.early))) is not row:
                 self._drop(first)
-            self._take(unit)
+            self._take(row)
         elif not shared.is_whole:
             self.drop_early()
-        self.gather(unit)
+        self.gather(row)
 
-    def leave(self, unit: Unit, expected: int | None) -> None:
+    def leave(self, row: Unit, expected: int | None) -> None:
         """End a use. Do nothing if `enter` was not called for it.
 
         Args:
             expected: index of the unit that is used next; None if unknown.
         """
-        shared = unit.shared
+        shared = row.shared
         if shared is None or not shared.uses:
             return
         shared.uses -= 1
         if shared.uses:
             return
         self._in_use_bytes -= shared.moving_bytes
-        if expected == unit.index and unit not in self.early and shared.is_whole and shared.moving_bytes:
-            unit.params.compute_copy.pin()
-            self.early = {unit: None, **self.early}
-        elif unit not in self.early:
-            self.reshard(unit)
+        if expected == row.index and row not in self.early and shared.is_whole and shared.moving_bytes:
+            row.params.compute_copy.pin()
+            self.early = {row: None, **self.early}
+        elif row not in self.early:
+            self.reshard(row)
 
     def begin_cycle(self) -> None:
         """Begin a forward pass."""
@@ -132,10 +132,10 @@ class Gathering:
     def end_cycle(self) -> None:
         """Drop early gathers and end all uses."""
         self.drop_early()
-        for unit in self._shared:
-            if unit.shared is not None and unit.shared.uses:  # an exception may have skipped `leave`
-                unit.shared.uses = 1
-                self.leave(unit, None)
+        for row in self._shared:
+            if row.shared is not None and row.shared.uses:  # an exception may have skipped `leave`
+                row.shared.uses = 1
+                self.leave(row, None)
 
     def next_to_gather(self, upcoming: Sequence[Unit]) -> Unit | None:
         """Return the next unit to gather early, or None. Called when a use begins, until it returns None.
@@ -146,101 +146,101 @@ class Gathering:
         if self._order:
             if not self._gathers_in_order:  # the stale units are updated ones, which only the next forward pass uses
                 return None
-            upcoming = [unit for unit in self._order if not self.is_whole(unit)][: len(upcoming)]
+            upcoming = [row for row in self._order if not self.is_whole(row)][: len(upcoming)]
         passed: list[Unit] = []
-        for steps, unit in enumerate(upcoming, 1):
-            shared = unit.shared
+        for steps, row in enumerate(upcoming, 1):
+            shared = row.shared
             # An evictable unit is resharded between two uses that are not adjacent. So its second use needs a gather of
             # its own, which can only begin after the first use, and the units behind it wait for that.
             if (
                 shared is not None
                 and shared.moving_bytes
-                and passed[-1:] != [unit]
-                and (unit in passed or (steps > 1 and shared.uses))
+                and passed[-1:] != [row]
+                and (row in passed or (steps > 1 and shared.uses))
             ):
                 return None
-            passed.append(unit)
-            if shared is not None and not shared.is_whole and unit not in self.early:
-                return unit if self._has_room(unit, shared.moving_bytes, steps) else None
+            passed.append(row)
+            if shared is not None and not shared.is_whole and row not in self.early:
+                return row if self._has_room(row, shared.moving_bytes, steps) else None
         return None
 
-    def _has_room(self, unit: Unit, moving_bytes: int, steps: int) -> bool:
+    def _has_room(self, row: Unit, moving_bytes: int, steps: int) -> bool:
         """Whether there is room to gather a unit `steps` uses ahead, beside the units in use and the early gathers."""
         if moving_bytes:
             ahead_bytes = sum(other.params.spec.moving_bytes for other in self.early)
             return self._ahead_limit.allows(steps, moving_bytes, self._in_use_bytes, ahead_bytes)
-        whole_bytes = sum(other.params.spec.nbytes for other in (*self.early, unit))
+        whole_bytes = sum(other.params.spec.nbytes for other in (*self.early, row))
         return steps == 1 or whole_bytes <= self._ahead_limit.bytes
 
-    def gather_early(self, unit: Unit) -> None:
+    def gather_early(self, row: Unit) -> None:
         """Start to gather a resident, pinned unit for its next use. It is unpinned when it is used or dropped."""
-        assert unit.shared is not None
-        self._start(unit, unit.shared)
-        self.early[unit] = None
+        assert row.shared is not None
+        self._start(row, row.shared)
+        self.early[row] = None
 
-    def changed(self, unit: Unit) -> None:
+    def changed(self, row: Unit) -> None:
         """Mark the unsharded copy as stale, because the shard changes or will change.
 
         A running gather is waited for first: until its end it may write the old values, including this rank's own.
         """
-        if unit.shared is None:
+        if row.shared is None:
             return
-        if unit in self.early:
-            self._drop(unit)
-        self._wait(unit.shared)
-        unit.shared.whole.invalidate()
+        if row in self.early:
+            self._drop(row)
+        self._wait(row.shared)
+        row.shared.whole.invalidate()
 
-    def reshard(self, unit: Unit) -> None:
+    def reshard(self, row: Unit) -> None:
         """Reshard the unit, unless it is in use or its parameters stay on the device."""
-        shared = unit.shared
+        shared = row.shared
         if shared is not None and shared.moving_bytes and not shared.uses:
-            self.changed(unit)
+            self.changed(row)
 
-    def gather(self, unit: Unit) -> None:
+    def gather(self, row: Unit) -> None:
         """Unshard a resident unit now, on all ranks together."""
-        if unit in self.early:
-            self._take(unit)
-        if unit.shared is not None and not unit.shared.is_whole:
-            self._start(unit, unit.shared)
-            self._wait(unit.shared)
+        if row in self.early:
+            self._take(row)
+        if row.shared is not None and not row.shared.is_whole:
+            self._start(row, row.shared)
+            self._wait(row.shared)
 
-    def preceding(self, unit: Unit | None) -> list[Unit]:
+    def preceding(self, row: Unit | None) -> list[Unit]:
         """Return the units that must be gathered before this one, even if this rank does not use them.
 
         They are the stale units before it in `_order`; with None all stale units, because another collective follows.
         """
-        if not self._gathers_in_order or (unit is not None and self.is_whole(unit)):
+        if not self._gathers_in_order or (row is not None and self.is_whole(row)):
             return []
-        self._gathers_in_order = unit is not None
-        before = self._order if unit is None else self._order[: self._order.index(unit)]
+        self._gathers_in_order = row is not None
+        before = self._order if row is None else self._order[: self._order.index(row)]
         return [each for each in before if not self.is_whole(each)]
 
     def set_order(self, order: Sequence[int]) -> None:
         """Set `_order`. Units that `order` does not contain come first. All ranks call this together."""
-        place = {index: position for position, index in enumerate(order)}
-        self._order.sort(key=lambda unit: place.get(unit.index, -1))
+        place = {unit: position for position, unit in enumerate(order)}
+        self._order.sort(key=lambda row: place.get(row.index, -1))
 
     def drop_early(self) -> None:
         """Drop all early gathers."""
         while self.early:
             self._drop(next(iter(self.early)))
 
-    def _drop(self, unit: Unit) -> None:
-        self._take(unit)
-        self.reshard(unit)
+    def _drop(self, row: Unit) -> None:
+        self._take(row)
+        self.reshard(row)
 
-    def _take(self, unit: Unit) -> None:
+    def _take(self, row: Unit) -> None:
         """Wait for an early gather, and unpin the unit."""
-        assert unit.shared is not None
-        del self.early[unit]
+        assert row.shared is not None
+        del self.early[row]
         try:
-            self._wait(unit.shared)
+            self._wait(row.shared)
         finally:
-            unit.params.compute_copy.unpin()
+            row.params.compute_copy.unpin()
 
-    def _start(self, unit: Unit, shared: Shared) -> None:
-        spec, whole = unit.params.spec, shared.whole
-        gathers = self._ranks.all_gather(unit.params.tensor, spec.pieces, spec.name)
+    def _start(self, row: Unit, shared: Shared) -> None:
+        spec, whole = row.params.spec, shared.whole
+        gathers = self._ranks.all_gather(row.params.tensor, spec.pieces, spec.name)
         whole.begin_move(None, _DEVICE, _Gather(gathers), StallCause.COLLECTIVE, at=whole.version)
 
     def _wait(self, shared: Shared) -> None:

@@ -51,60 +51,60 @@ class Speculation:
     @property
     def undecided(self) -> list[Unit]:
         """Units with speculative updates, in the pipeline or finished, in order of submission."""
-        return [unit for unit in self.units if unit.speculative is not None]
+        return [row for row in self.units if row.speculative is not None]
 
-    def needs_memory(self, unit: Unit) -> bool:
+    def needs_memory(self, row: Unit) -> bool:
         """Whether the unit must be in memory for a rollback, because its old parameters are reconstructed there."""
-        assert unit.speculative is not None
-        on_drive = unit.params.home is Memory.NVME
-        return on_drive and unit.speculative.old_params is OldParams.STATES
+        assert row.speculative is not None
+        on_drive = row.params.home is Memory.NVME
+        return on_drive and row.speculative.old_params is OldParams.STATES
 
-    def can_speculate(self, unit: Unit, write: bool, next_use: int) -> bool:
+    def can_speculate(self, row: Unit, write: bool, next_use: int) -> bool:
         """Whether the expected update of the unit can be speculative, for at least one tile.
 
         The unit and its gradients must be in memory and idle. If the undo log is full, this withdraws speculative
         updates that have not started, of units that the next forward pass uses later. So the updates that remain when
         the norm is known belong to the units that are used last.
         """
-        old_params = self._old_params(unit, write)
-        if self._reversible_tiles(unit, old_params):
+        old_params = self._old_params(row, write)
+        if self._reversible_tiles(row, old_params):
             return True
         later = self._used_later(next_use)
-        if not self._reversible_tiles(unit, old_params, without=[ticket for _, ticket in later]):
+        if not self._reversible_tiles(row, old_params, without=[ticket for _, ticket in later]):
             return False
-        while not (tiles := self._reversible_tiles(unit, old_params)) and later:
+        while not (tiles := self._reversible_tiles(row, old_params)) and later:
             self._withdraw(*later.pop())
         return bool(tiles)
 
     def _used_later(self, next_use: int) -> list[tuple[Unit, UpdateTicket]]:
         """Return speculative updates in the undo log whose units are used after `next_use`, the latest use last."""
         found = [
-            (unit, unit.ticket)
-            for unit in self.units
-            if unit.ticket is not None and unit.speculative and unit.speculative.old_params is OldParams.IMAGES
+            (row, row.ticket)
+            for row in self.units
+            if row.ticket is not None and row.speculative is not None and row.speculative.old_params is OldParams.IMAGES
         ]
         return sorted((pair for pair in found if pair[1].next_use > next_use), key=lambda pair: pair[1].next_use)
 
-    def _withdraw(self, unit: Unit, ticket: UpdateTicket) -> None:
+    def _withdraw(self, row: Unit, ticket: UpdateTicket) -> None:
         """Cancel a speculative update, unless the worker has already chosen it."""
         with self._critical:
             if self._pipeline.withdraw(ticket):
-                self._clear(unit)
-                self._in_flight.finish(unit)
+                self._clear(row)
+                self._in_flight.finish(row)
 
-    def _clear(self, unit: Unit) -> SpeculativeUpdate:
+    def _clear(self, row: Unit) -> SpeculativeUpdate:
         """Return the unit's speculative update and clear it: it is accepted, was rolled back, or never ran."""
-        update = unit.take_speculative()
-        self.units.pop(unit, None)
+        update = row.take_speculative()
+        self.units.pop(row, None)
         return update
 
-    def _old_params(self, unit: Unit, write: bool) -> OldParams:
+    def _old_params(self, row: Unit, write: bool) -> OldParams:
         """Return where the expected update would keep the unit's old parameters.
 
         Args:
             write: whether the update writes the parameters home in any case; the other slot is then preferred.
         """
-        params, rollback, expected = unit.params, self._pipeline.rollback, unit.expected
+        params, rollback, expected = row.params, self._pipeline.rollback, row.expected
         assert expected is not None
         can_roll_back, is_in_memory_alone = params.can_roll_back(), params.is_in_memory_alone()
         if can_roll_back and write:
@@ -113,7 +113,7 @@ class Speculation:
         if (
             is_reconstructable
             and rollback.can_reconstruct_param(expected.segments, self._grads.dtype)
-            and rollback.keeps_all(unit.states)
+            and rollback.keeps_all(row.states)
         ):
             return OldParams.STATES
         if can_roll_back:
@@ -121,37 +121,37 @@ class Speculation:
         return OldParams.IMAGES if is_in_memory_alone else OldParams.NOWHERE
 
     def _reversible_tiles(
-        self, unit: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()
+        self, row: Unit, old_params: OldParams, without: Collection[UpdateTicket] = ()
     ) -> frozenset[int]:
         """Return the indices of tiles whose update could be rolled back if the updates in `without` were withdrawn."""
         if old_params is OldParams.NOWHERE:
             return frozenset()
-        return self._pipeline.reversible_tiles(unit.states, param=old_params is OldParams.IMAGES, without=without)
+        return self._pipeline.reversible_tiles(row.states, param=old_params is OldParams.IMAGES, without=without)
 
-    def speculate(self, unit: Unit, write: bool, next_use: int) -> None:
+    def speculate(self, row: Unit, write: bool, next_use: int) -> None:
         """Submit the speculative update of a unit that `can_speculate`.
 
         Args:
             write: see `InFlight.submit`. If it is False, the parameters may still be written, so that the old ones stay
                 in the other slot.
         """
-        expected = unit.expected
+        expected = row.expected
         assert expected is not None
         segments = expected.segments
         with self._critical:
-            self._in_flight.open_host(unit)
-            old_params = self._old_params(unit, write)
-            tiles = self._reversible_tiles(unit, old_params)
-            before = self._pipeline.rollback.keep_before(unit.states, tiles, param=old_params is OldParams.IMAGES)
+            self._in_flight.open_host(row)
+            old_params = self._old_params(row, write)
+            tiles = self._reversible_tiles(row, old_params)
+            before = self._pipeline.rollback.keep_before(row.states, tiles, param=old_params is OldParams.IMAGES)
             reconstructs_grads = (
                 expected.may_drop_grads
                 and not before
-                and unit.spills
-                and tiles == unit.states.indices
+                and row.spills
+                and tiles == row.states.indices
                 and self._pipeline.rollback.can_reconstruct(segments, self._grads.dtype)
             )
             ticket = self._in_flight.enqueue(
-                unit,
+                row,
                 segments,
                 write=old_params is OldParams.SLOTS,
                 next_use=next_use,
@@ -160,23 +160,23 @@ class Speculation:
                 reconstructs_grads=reconstructs_grads,
                 reconstructs_param=old_params is OldParams.STATES,
             )
-            self.units[unit] = None
-            unit.speculate(SpeculativeUpdate(segments, tiles, ticket, old_params))
+            self.units[row] = None
+            row.speculate(SpeculativeUpdate(segments, tiles, ticket, old_params))
 
-    def commit(self, unit: Unit) -> None:
+    def commit(self, row: Unit) -> None:
         """Commit the speculative update. If it left out tiles, their update is due now."""
         with self._critical:
-            update = self._clear(unit)
-            if update.tiles != unit.states.indices:
-                unit.begun = update.tiles
-                self._in_flight.add_due(unit, update.segments)
-            elif unit.ticket is not None:
-                unit.keeps_grads = False
+            update = self._clear(row)
+            if update.tiles != row.states.indices:
+                row.begun = update.tiles
+                self._in_flight.add_due(row, update.segments)
+            elif row.ticket is not None:
+                row.keeps_grads = False
             else:
-                self._grads.drop(unit.grads)
+                self._grads.drop(row.grads)
             self._pipeline.rollback.forget_before(update.ticket)
 
-    def roll_back(self, units: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
+    def roll_back(self, rows: Sequence[Unit], free_gradients: FreeGradients, *, grads: bool = True) -> list[Unit]:
         """Roll back speculative updates: restore parameters and optimizer states.
 
         Args:
@@ -191,44 +191,44 @@ class Speculation:
             StorageError: the old values cannot be read.
             CapacityError: host memory has no room for the gradients.
         """
-        for unit in units:
-            if unit.params.compute_copy.pins > int(unit.ticket is not None):
+        for row in rows:
+            if row.params.compute_copy.pins > int(row.ticket is not None):
                 raise InfinityError(
-                    f"the values of unit `{unit.name}` are asked for while backward uses it, after its update has "
+                    f"the values of unit `{row.name}` are asked for while backward uses it, after its update has "
                     'begun: set tiering.update_schedule to "deferred"'
                 )
         with self._critical:
-            tickets = [unit.speculative.ticket for unit in units if unit.speculative is not None]
-            submitted = [unit for unit in self._in_flight.submitted if unit in units]
-            for unit in submitted:
-                assert unit.ticket is not None
-                unit.ticket.drops_grads = False  # its gradients are still in memory
+            tickets = [row.speculative.ticket for row in rows if row.speculative is not None]
+            submitted = [row for row in self._in_flight.submitted if row in rows]
+            for row in submitted:
+                assert row.ticket is not None
+                row.ticket.drops_grads = False  # its gradients are still in memory
             self._pipeline.stop(tickets)
-            for unit in submitted:
-                self._in_flight.finish(unit)
-            for unit in units:
-                self._reconstruct(unit, free_gradients, grads=grads, param=True)
+            for row in submitted:
+                self._in_flight.finish(row)
+            for row in rows:
+                self._reconstruct(row, free_gradients, grads=grads, param=True)
             self._pipeline.roll_back(tickets)
             stale: list[Unit] = []
-            for unit in units:
-                assert unit.speculative is not None
-                if unit.speculative.old_params is OldParams.SLOTS:
-                    self._params.roll_back(unit.params)
-                    stale.append(unit)
-                elif unit.speculative.old_params is OldParams.IMAGES:
-                    self._restore_from_undo_log(unit)
-                self._pipeline.rollback.forget_before(unit.speculative.ticket)
-                self._clear(unit)
+            for row in rows:
+                assert row.speculative is not None
+                if row.speculative.old_params is OldParams.SLOTS:
+                    self._params.roll_back(row.params)
+                    stale.append(row)
+                elif row.speculative.old_params is OldParams.IMAGES:
+                    self._restore_from_undo_log(row)
+                self._pipeline.rollback.forget_before(row.speculative.ticket)
+                self._clear(row)
         return stale
 
-    def _reconstruct(self, unit: Unit, free_gradients: FreeGradients, *, grads: bool, param: bool) -> None:
+    def _reconstruct(self, row: Unit, free_gradients: FreeGradients, *, grads: bool, param: bool) -> None:
         """Reconstruct the old values that a speculative update has not kept.
 
         Args:
             grads: reconstruct the gradients, if they were not kept; if False, drop them.
             param: reconstruct the parameters, if they were not kept.
         """
-        stored, update = unit.grads, unit.speculative
+        stored, update = row.grads, row.speculative
         assert update is not None
         param = param and update.old_params is OldParams.STATES
         if stored.needs_reconstruction and not grads:
@@ -237,50 +237,50 @@ class Speculation:
         if not grads and not param:
             return
         with self._critical:
-            buffer = self._room_for_grads(unit, free_gradients) if grads else None
-            with self._changing(unit) if param else nullcontext() as flat:
+            buffer = self._room_for_grads(row, free_gradients) if grads else None
+            with self._changing(row) if param else nullcontext() as flat:
                 self._pipeline.reconstruct(update.ticket, grad=buffer, param=flat)
             if grads:
                 self._grads.pause(stored)
                 self._in_flight.gradients_may_spill = True
 
-    def _room_for_grads(self, unit: Unit, free_gradients: FreeGradients) -> torch.Tensor:
-        while (buffer := self._grads.restore(unit.grads)) is None:
-            if not free_gradients(unit):
+    def _room_for_grads(self, row: Unit, free_gradients: FreeGradients) -> torch.Tensor:
+        while (buffer := self._grads.restore(row.grads)) is None:
+            if not free_gradients(row):
                 raise CapacityError(
-                    f"no host memory is left for the gradients of unit `{unit.name}`, whose update is rolled back: "
+                    f"no host memory is left for the gradients of unit `{row.name}`, whose update is rolled back: "
                     "raise tiering.host_memory"
                 )
-        assert unit.speculative is not None
+        assert row.speculative is not None
         # Parameters without a gradient and the padding are not reconstructed, but the norm of a shard includes them.
         end = 0
-        for segment in sorted(unit.speculative.ticket.segments, key=lambda each: each.start):
+        for segment in sorted(row.speculative.ticket.segments, key=lambda each: each.start):
             buffer[end : segment.start].zero_()
             end = segment.stop
         buffer[end:].zero_()
         return buffer
 
-    def _restore_from_undo_log(self, unit: Unit) -> None:
+    def _restore_from_undo_log(self, row: Unit) -> None:
         """Restore the parameters from the undo log."""
-        assert unit.speculative is not None
-        with self._changing(unit) as flat:
-            for start, values in self._pipeline.rollback.params_before(unit.speculative.ticket):
+        assert row.speculative is not None
+        with self._changing(row) as flat:
+            for start, values in self._pipeline.rollback.params_before(row.speculative.ticket):
                 flat[start : start + values.numel()].copy_(values)
 
     @contextmanager
-    def _changing(self, unit: Unit) -> Iterator[torch.Tensor]:
+    def _changing(self, row: Unit) -> Iterator[torch.Tensor]:
         """Yield this rank's shard of the parameters, in the memory in which updates change it."""
-        self._in_flight.open_host(unit)
-        self._params.host_wait(unit.params)
-        for move in self._params.begin_update(unit.params):
+        self._in_flight.open_host(row)
+        self._params.host_wait(row.params)
+        for move in self._params.begin_update(row.params):
             move.wait(self._counters)
-        yield unit.params.shard
-        self._params.close_host(unit.params)
+        yield row.params.shard
+        self._params.close_host(row.params)
 
-    def mark_for_rollback(self, unit: Unit, free_gradients: FreeGradients) -> None:
+    def mark_for_rollback(self, row: Unit, free_gradients: FreeGradients) -> None:
         """Wait for a speculative update whose gradients are about to change, and mark it for rollback."""
-        if unit.ticket is not None:
-            self._in_flight.finish(unit)
-        self._reconstruct(unit, free_gradients, grads=True, param=False)
-        assert unit.speculative is not None
-        unit.speculative = replace(unit.speculative, segments=())
+        if row.ticket is not None:
+            self._in_flight.finish(row)
+        self._reconstruct(row, free_gradients, grads=True, param=False)
+        assert row.speculative is not None
+        row.speculative = replace(row.speculative, segments=())
