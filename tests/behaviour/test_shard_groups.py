@@ -531,7 +531,7 @@ def test_groups_that_cannot_be_are_refused(values, words) -> None:
 
 def test_the_difference_to_the_partition_that_deepspeed_calls_hpz_is_told(caplog) -> None:
     accept({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
-    assert "where DeepSpeed divides them among all" in caplog.text
+    assert "while DeepSpeed divides them among all" in caplog.text
 
 
 def test_a_part_of_the_ranks_meets_once() -> None:

@@ -330,7 +330,7 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path) -> None:
     assert [state.done for state in rest] == sorted(state.done for state in rest)
     assert again[-1].points == rest[-1].points  # nothing was left to measure
     assert len(kept.read_text().splitlines()) == 1 + rest[-1].done
-    with pytest.raises(ConfigError, match=r"begun with size_bytes 2097152, and this is 5: use another file"):
+    with pytest.raises(ConfigError, match=r"its sweep has size_bytes 2097152, this one has 5: use another file"):
         SweepLog(kept, {"size_bytes": 5})
 
 

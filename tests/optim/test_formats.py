@@ -314,5 +314,5 @@ def test_what_does_not_exist_or_fit_is_refused() -> None:
         kernels.update(HYPERS["adamw"], torch.zeros(4).bfloat16(), torch.zeros(4))
     with pytest.raises(ValueError, match="give just these"):
         kernels.update(HYPERS["lion"], torch.zeros(4), torch.zeros(4), second=kernels.Moment(torch.zeros(4)))
-    with pytest.raises(ValueError, match=r"scales go with torch\.uint8"):
+    with pytest.raises(ValueError, match=r"scales are needed with torch\.uint8"):
         kernels.load_moment(kernels.Moment(torch.zeros(4, dtype=torch.uint8)), signed=True)
