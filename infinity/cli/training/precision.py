@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from infinity.errors import ConfigError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ROWS, _WIDTH = 256, 512  # on one slow core a set of products takes 10 ms in float32
-_RUNS, _LEAST_RUNS = 12, 3
-_MOST_S = 1.0  # after which the least number of runs is enough: with plain loops in bf16 a run may take a second
+_ROWS, _WIDTH = 64, 512  # a product takes up to 1 ms in float32: some runs fit between two interruptions
+_ROUNDS, _LEAST_ROUNDS = 12, 3
+_MOST_S = 1.0  # after which the least number of rounds is enough: with plain loops in bf16 a round may take a second
+_STEADY = 1.25  # on an idle machine, half of the runs of a product take at most so many times as long as its fastest
 # bf16 moves half the bytes of parameters and gradients, so that it may compute somewhat more slowly.
 _MOST_SLOWDOWN = 1.5
 
@@ -22,13 +26,42 @@ def product_seconds(device: torch.device, precisions: tuple[str, ...]) -> dict[s
 
     All three are timed, since a processor may have fast code for one operand order and none for another.
     """
-    layers = {precision: _layer(device, _DTYPES[precision]) for precision in precisions}
-    runs: list[dict[str, float]] = []
-    stop_s = time.perf_counter() + _MOST_S
-    while len(runs) < _LEAST_RUNS or (len(runs) < _RUNS and time.perf_counter() < stop_s):
-        runs.append({precision: layer() for precision, layer in layers.items()})
-    # The first run chooses kernels and reserves memory. Other processes can only slow a run down, hence the least.
-    return {precision: min(run[precision] for run in runs[1:]) for precision in precisions}
+    with _one_thread():
+        layers = {precision: _layer(device, _DTYPES[precision]) for precision in precisions}
+        by_product = [product for products in zip(*layers.values(), strict=True) for product in products]
+        seconds = least_seconds(by_product)
+    return {precision: sum(seconds[index :: len(layers)]) for index, precision in enumerate(layers)}
+
+
+def least_seconds(runs: Sequence[Callable[[], float]], clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Call each of `runs`, which return the seconds that they took, in several rounds; return the least of each.
+
+    Other processes can only make a run longer. On a busy machine there are more rounds, until one second has passed.
+    """
+    found: list[list[float]] = [[] for _ in runs]
+    order = list(range(len(runs)))
+    stop_s = clock() + _MOST_S
+    while len(found[0]) < _LEAST_ROUNDS or (clock() < stop_s and not _are_enough(found)):
+        for index in order:
+            found[index].append(runs[index]())
+        order.reverse()  # a process is the more likely to be interrupted, the longer it has computed
+    return [min(each) for each in found]
+
+
+def _are_enough(found: Sequence[Sequence[float]]) -> bool:
+    """Whether no other processes seem to disturb the runs."""
+    return len(found[0]) >= _ROUNDS and all(statistics.median(each) <= _STEADY * min(each) for each in found)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread inside. On a busy machine, the threads of a product would wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def faster_precision(seconds: Mapping[str, float]) -> str:
@@ -57,18 +90,17 @@ def slowdown(device: torch.device, precision: str) -> float:
     return ratio if ratio > _MOST_SLOWDOWN else 1.0
 
 
-def _layer(device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
-    """What computes the products once, and returns the seconds that they took."""
+def _layer(device: torch.device, dtype: torch.dtype) -> list[Callable[[], float]]:
+    """What computes each of the products once, and returns the seconds that it took."""
     inputs = torch.randn(_ROWS, _WIDTH, device=device).to(dtype)
     weight = torch.randn(_WIDTH, _WIDTH, device=device).to(dtype)
+    outputs = inputs @ weight.T
 
-    def seconds() -> float:
+    def timed(left: torch.Tensor, right: torch.Tensor) -> float:
         start_s = time.perf_counter()
-        outputs = inputs @ weight.T
-        outputs @ weight
-        outputs.T @ inputs
+        left @ right
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return time.perf_counter() - start_s
 
-    return seconds
+    return [partial(timed, *factors) for factors in ((inputs, weight.T), (outputs, weight), (outputs.T, inputs))]
