@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infinity.cli.terminal import unwind_on_signals
 from infinity.integrations.as_deepspeed import FOLDER
 
 HERE = Path(__file__).parent
@@ -155,12 +157,28 @@ def parser_of(doc: str | None, *, limit_s: int) -> argparse.ArgumentParser:
 def run(suite: Suite, files: list[Path], *, verbose: bool) -> list[dict[str, Any]]:
     """The results of all files; how each went, and with `verbose` what failed, on standard error."""
     results = []
-    for file in files:
-        found = list(run_file(suite, file))
-        results += found
-        counts = Counter(result["outcome"] for result in found)
-        print(file.relative_to(suite.root), dict(counts), file=sys.stderr, flush=True)
-        for result in found if verbose else ():
-            if result["outcome"] == "failed":
-                print("   ", result["test"].partition("::")[2], "|", result["why"], file=sys.stderr, flush=True)
+    with _unwinding():
+        for file in files:
+            found = list(run_file(suite, file))
+            results += found
+            counts = Counter(result["outcome"] for result in found)
+            print(file.relative_to(suite.root), dict(counts), file=sys.stderr, flush=True)
+            for result in found if verbose else ():
+                if result["outcome"] == "failed":
+                    print("   ", result["test"].partition("::")[2], "|", result["why"], file=sys.stderr, flush=True)
     return results
+
+
+@contextlib.contextmanager
+def _unwinding() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise an exception: pytest's session, which they do not reach, ends with this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    unwind_on_signals()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

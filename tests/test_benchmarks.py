@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,39 @@ def test_tests_of_others_are_counted_with_their_causes(tmp_path, monkeypatch) ->
         "test_comes_behind_one_that_hangs": ("passed", None),
     }
     assert "| `test_small.py` | 2 | 2 | 1 |" in foreign_tests.table(json.loads(json.dumps(found)))
+
+
+def test_a_signal_ends_the_tests_of_others_too(tmp_path) -> None:
+    pid = tmp_path / "pid"
+    (tmp_path / "test_small.py").write_text(
+        f"""
+import os, pathlib, time
+
+def test_hangs():
+    new = pathlib.Path({str(pid)!r} + ".new")
+    new.write_text(str(os.getpid()))
+    new.rename({str(pid)!r})
+    time.sleep(600)
+"""
+    )
+    script = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(FOLDER)!r})
+import foreign_tests
+root = Path({str(tmp_path)!r})
+foreign_tests.run(foreign_tests.Suite(root), [root / "test_small.py"], verbose=False)
+"""
+    with prepared.Child(["-c", script]) as suite:
+        until_s = time.monotonic() + 60
+        while not pid.exists():
+            assert suite.poll() is None
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        os.kill(suite.pid, signal.SIGTERM)
+        assert suite.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

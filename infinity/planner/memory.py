@@ -157,8 +157,9 @@ def plan_with_room(
     """Return a configuration whose budgets leave room for activations and gradients, its plan, and a micro-batch's
     work.
 
-    Budgets set by the user stay. If a reduced budget would be too small for the model, it is the least that the model
-    needs, so that `infinity.planner.problems` reports the shortage with what is needed.
+    Budgets set by the user stay. Others may be larger than "auto" allows if the model needs them: the share that "auto"
+    leaves free is for activations of unknown size. If a reduced budget would be too small for the model, it is the
+    least that the model needs, so that `infinity.planner.problems` reports the shortage with what is needed.
 
     Args:
         count: counts the work of a micro-batch.
@@ -167,7 +168,7 @@ def plan_with_room(
     Raises:
         CapacityError: a budget is too small for the model.
     """
-    plan = plan_training(model, config, machine)
+    plan = _first_plan(model, config, machine, host_bytes // machine.neighbours)
     work = count(plan)
     room = partial(_with_room, config, plan, computing_bytes(plan, work), host_bytes // machine.neighbours)
     roomy = room()
@@ -182,6 +183,20 @@ def plan_with_room(
         return roomy, plan, work
 
 
+def _first_plan(model: nn.Module, config: Config, machine: Machine, host_bytes: int) -> TrainingPlan:
+    """Return the plan with the budgets of `infinity.initialize`, or with all host memory if these are too small."""
+    try:
+        return plan_training(model, config, machine)
+    except CapacityError as refusal:
+        if config.tiering.host_memory_bytes is not None or host_bytes <= 0:
+            raise
+        all_of_it = replace(config, tiering=replace(config.tiering, host_memory_bytes=host_bytes))
+        try:
+            return plan_training(model, all_of_it, machine)
+        except CapacityError:
+            raise refusal from None
+
+
 def _with_room(
     config: Config, plan: TrainingPlan, beside_bytes: int, host_bytes: int, host_least: int = 1, device_least: int = 1
 ) -> Config:
@@ -190,7 +205,7 @@ def _with_room(
     slack = min(max(_SLACK_BYTES, host_bytes // _SLACK_SHARE), host_bytes // 8)
     host_limit = max(host_least, host_bytes - slack - (0 if machine.discrete else beside_bytes))
     if tiering.host_memory_bytes is None and plan.host_bytes > host_limit:
-        tiering = replace(tiering, host_memory_bytes=host_limit)
+        tiering = replace(tiering, host_memory_bytes=min(host_limit, plan.needs.most_bytes))
     if machine.device_bytes is not None and tiering.device_memory_bytes is None:
         headroom = int(machine.device_bytes * tiering.device_headroom)
         device_limit = max(device_least, machine.device_bytes - headroom - beside_bytes)

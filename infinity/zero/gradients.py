@@ -33,6 +33,7 @@ class Gradients:
 
     Attributes:
         source: takes gradients from autograd, and reduces them over the ranks.
+        sums_over_ranks: whether several ranks add up their gradients.
         alone: whether there are no other ranks, so that this rank may check a unit's gradients at any time.
         sums_on_device: whether the device may sum the gradients of several micro-batches.
         last_pass: whether the running or latest backward pass is the step's last one.
@@ -55,6 +56,7 @@ class Gradients:
         self._sums = sums
         self._counters = counters
         self._parts = parts
+        self.sums_over_ranks = source.groups.all.size > 1
         self.alone = source.groups.all.size * parts.ranks.size == 1
         self.sums_on_device = sums_on_device
         self.lag = _LAG if streams else 0

@@ -74,6 +74,12 @@ from infinity.zero.partition import Partition
 from infinity.zero.reads import ParameterReads, Used
 from infinity.zero.unit import Unit, UnitCalls
 
+_NOT_TRACED = (
+    "torch.jit.trace (and torch.onnx.export, which may use it) cannot trace a model whose parameters leave memory: it "
+    "keeps the tensors that parameters are during the call. Load the weights (engine.module.state_dict(), or the files "
+    "of engine.save_16bit_model) into a model without an engine, and trace that model"
+)
+
 
 class Listener:
     """The receiver of the hooks' events; this one ignores them."""
@@ -233,6 +239,8 @@ class Hooks:
         followed = [unit for unit in units if unit.calls.followed]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if moving and torch._C._is_tracing():
+                raise InfinityError(_NOT_TRACED)
             # First: asking for the node of a view that was changed in place makes autograd create it.
             inputs = _recorded(_tensors(args, kwargs)) if moving and torch.is_grad_enabled() else []
             call = _Call(module, units, followed, self._begun)

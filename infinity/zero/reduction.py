@@ -17,6 +17,14 @@ every stage, and reduced when all micro-batches have left the module.
 If ranks share states in groups, a reduction has two steps. First, the ranks of a group reduce-scatter the unit. Then,
 during the reduce-scatter of the next unit, each rank all-reduces its slice with its replicas. See groups.py, and
 [Note: replicas add up once a step].
+
+[Note: gradients that come again]
+Under reentrant checkpointing, and if a hook runs a backward pass of its own, a unit gets its gradients in parts, see
+[Note: gradients in parts] in hooks.py. Such a unit is updated at the end of the pass, on all ranks or on none, but one
+rank may have run code that the others have not. What a rank knows when a unit is reduced goes with the unit's flags.
+A gradient that comes later is added to the next reduction of its unit, at the end of the pass, and this rank does not
+update the unit before. At the end the ranks find out whether another one has updated it, and then all of them refuse
+the step. So no decision that starts a collective depends on what only one rank knows.
 """
 
 from __future__ import annotations
@@ -135,8 +143,8 @@ class _PendingReduction(NamedTuple):
 
     Attributes:
         whole: this rank's gradients of the unit; None if the shard is all of them.
-        present: two flags for each parameter: some rank has a gradient, some rank has one of this pass. None if flags
-            are exchanged at the end of the pass.
+        present: three flags for each parameter: some rank has a gradient, some rank has one of this pass, some rank
+            expects more of the unit's. None if flags are exchanged at the end of the pass.
         pending: the exchanges to wait for: these flags, and the sum.
         partial: the sum of the step's earlier passes, if replicas add up once a step.
         stays: the sum is only added to `partial`: the replicas add up in a later pass.
@@ -236,6 +244,8 @@ class Reduction:
         if total.collected is None:
             total.collected = self._empty(unit.layout)
         collected = total.collected
+        if unit in self._order.over:
+            unit.running.late.add(index)
         target = collected.loan.tensor[place.offset : place.offset + place.numel].view(place.shape)
         if index in collected.present:
             target.add_(grad)
@@ -368,12 +378,14 @@ class Reduction:
             present = self._present
         path = self.groups.all.path.flags()
         update_rules = checksum_flags(zlib.crc32(repr(self._update_rules()).encode()))
-        suits = torch.tensor([not self._order.suits], dtype=torch.uint8, device="cpu")
-        flags = torch.cat([left, present, path, update_rules, suits])
+        lacking = _flags(unit.running.lacks_part for unit in self._units)
+        updated = _flags(unit.running.updated for unit in self._units)
+        suits = _flags([not self._order.suits])
+        flags = torch.cat([left, present, path, update_rules, lacking, updated, suits])
         with self.waiting_for_ranks():
             self.groups.all.any_of(flags).wait()
-        sizes = [count, len(present), len(path), len(update_rules), 1]
-        left, present, path_of_all, rules_of_all, unsuited = flags.split(sizes)
+        sizes = [count, len(present), len(path), len(update_rules), count, count, 1]
+        left, present, path_of_all, rules_of_all, lacking, updated, unsuited = flags.split(sizes)
         if not torch.equal(path_of_all, path):
             raise DivergedError(
                 "the ranks have run different modules in this step, or the same in another order, so that gradients or "
@@ -382,6 +394,11 @@ class Reduction:
             )
         if not torch.equal(rules_of_all, update_rules):  # each rank would update its shard by its own rule
             agree(self.groups.all, {"optimizer": optimizer_facts(self._update_rules(), {})}, _RATE_ADVICE)
+        for index in lacking.nonzero():
+            unit = self._units[int(index)]
+            if updated[index]:
+                raise second_gradient(f"a parameter of unit `{unit.layout.name}`")
+            unit.running.waits = True
         if self.flags_at_end:
             self._present = present
         return [self._units[int(index)] for index in left.nonzero()], not bool(unsuited)
@@ -443,9 +460,10 @@ class Reduction:
         if self.flags_at_end:
             self._note(unit, indices)
             return None, ()
-        present = torch.zeros(2, len(unit.layout.params), dtype=torch.uint8, device="cpu")
+        present = torch.zeros(3, len(unit.layout.params), dtype=torch.uint8, device="cpu")
         present[0, list(indices)] = 1
         present[1, list(unit.running.arrived)] = 1
+        present[2] = unit.running.in_parts
         return present, (self.groups.all.any_of(present),)
 
     def _finish(self) -> Iterator[Addend]:
@@ -487,7 +505,8 @@ class Reduction:
         here: set[int] = set()
         of_pass: set[int] = set()
         if reduction.present is not None:
-            here, of_pass = ({int(index) for index in flags.nonzero()} for flags in reduction.present)
+            here, of_pass, in_parts = ({int(index) for index in flags.nonzero()} for flags in reduction.present)
+            reduction.of.running.waits |= bool(in_parts)
         if here:
             self._used.add(reduction.of)
         if here or reduction.present is None:
@@ -507,6 +526,20 @@ class Reduction:
     def waiting_for_ranks(self) -> AbstractContextManager[None]:
         """Count the time of a wait for the other ranks."""
         return self._counters.stalled(StallCause.COLLECTIVE)
+
+
+def second_gradient(which: str) -> InfinityError:
+    """Return the error for a parameter whose update has used a part of its gradient."""
+    return InfinityError(
+        f"{which} has got a second gradient in one backward pass, and the first has updated it already: a hook or an "
+        "autograd function runs a backward pass of its own within this one, as reentrant checkpoints do "
+        "(use_reentrant=True; of a layer that its block calls twice). Set tiering.update_schedule to deferred, which "
+        "updates after all of them, or use_reentrant to False, and resume from the last checkpoint"
+    )
+
+
+def _flags(values: Iterable[bool]) -> torch.Tensor:
+    return torch.tensor([*values], dtype=torch.uint8, device="cpu")
 
 
 def gaps(unit: UnitLayout, indices: Container[int] | None = None) -> list[tuple[int, int]]:

@@ -707,9 +707,7 @@ class Step(Listener):
                 self._complete(addend.unit)
 
     def in_parts(self, unit: Unit, index: int, *, again: bool) -> None:
-        if again:
-            self.updates.check_parts(unit, index)
-        self.updates.in_parts(unit)
+        self.updates.in_parts(unit, index, again=again)
 
     @outside_modes
     def gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:

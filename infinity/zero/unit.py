@@ -85,20 +85,29 @@ class UnitPass:
     """A unit in the running backward pass.
 
     Attributes:
-        in_parts: its gradients are complete only at the end of the pass.
+        in_parts: as far as this rank knows, its gradients are complete only at the end of the pass.
+        waits: it must not be updated before the end of the pass; all ranks know it.
         arrived: parameters whose gradient has come from autograd.
         added: parameters whose gradient of this pass, of any rank, is added to the gradients of the step.
+        late: parameters whose gradient has come from autograd after the reduction of the unit had begun.
         updated: the pass has updated it, perhaps speculatively.
         uses: number of its calls in the forward, if known.
         left: number of these calls that backward has left.
     """
 
     in_parts: bool = False
+    waits: bool = False
     arrived: set[int] = field(default_factory=set)
     added: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
     updated: bool = False
     uses: int = 0
     left: int = 0
+
+    @property
+    def lacks_part(self) -> bool:
+        """Whether this rank has a further gradient of a parameter whose gradients all ranks have added already."""
+        return not self.late.isdisjoint(self.added)
 
 
 @dataclass(slots=True)

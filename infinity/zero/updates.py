@@ -29,7 +29,7 @@ from infinity.zero.foresight import Foresight
 from infinity.zero.gradients import Gradients
 from infinity.zero.losses import Losses
 from infinity.zero.ranks import Vote
-from infinity.zero.reduction import Addend
+from infinity.zero.reduction import Addend, second_gradient
 from infinity.zero.unit import Unit, UnitPass
 
 _OPEN_VOTES = 1  # units on which the ranks vote (are their gradients finite?) while they compute on
@@ -108,7 +108,7 @@ class Updates:
         self._single_pass = single_pass
         self._pass_rules.clear()
         for unit in self._executor.units:
-            unit.running = UnitPass(unit in in_parts)
+            unit.running = UnitPass(unit in in_parts, waits=not self._gradients.sums_over_ranks and unit in in_parts)
         self._final.clear()
         self._pipeline.prefer(begun=True)
         speculates = last and self._schedule is UpdateSchedule.SPECULATIVE and self._foresight.speculates
@@ -120,34 +120,36 @@ class Updates:
 
     def end_backward(self) -> None:
         """End the backward pass. This completes units in parts, and units with parameters that it has not reached."""
-        for unit in self._executor.units:
-            unit.running.in_parts = False
-        if self._gradients.last_pass and self._schedule is UpdateSchedule.BACKWARD:
+        is_last = self._gradients.last_pass and self._schedule is UpdateSchedule.BACKWARD
+        if is_last:
             self._losses.check_late()
-            # A pass without gradients (`torch.autograd.grad` with respect to inputs) is not the step's last one.
-            if not self._gradients.alone or any(unit.running.arrived for unit in self._executor.units):
-                self._all_final()
+            self._update_voted()  # now, while it is known which votes were about a part of the gradients
+        for unit in self._executor.units:
+            unit.running.in_parts = unit.running.waits = False
+            unit.running.late.clear()
+        # A pass without gradients (`torch.autograd.grad` with respect to inputs) is not the step's last one.
+        if is_last and (not self._gradients.alone or any(unit.running.arrived for unit in self._executor.units)):
+            self._all_final()
 
-    def in_parts(self, unit: Unit) -> None:
-        """Note that the unit's gradients are complete only at the end of the running backward pass."""
-        unit.running.in_parts = True
-        self._final.pop(unit, None)
+    def in_parts(self, unit: Unit, index: int, *, again: bool) -> None:
+        """Note that the unit's gradients are complete only at the end of the running backward pass.
 
-    def check_parts(self, unit: Unit, index: int) -> None:
-        """Check that a parameter's further gradient in a backward pass comes before its unit's update.
+        Several ranks must decide alike, see [Note: gradients that come again] in reduction.py.
+
+        Args:
+            index: the parameter whose gradient has come.
+            again: whether this parameter has already had a gradient in this pass.
 
         Raises:
-            InfinityError: the unit has been updated.
+            InfinityError: the first gradient has updated the parameter, and is not summed over ranks.
         """
-        if not unit.running.updated:
+        unit.running.in_parts = True
+        if self._gradients.sums_over_ranks:
             return
-        raise InfinityError(
-            f"parameter `{unit.layout.params[index].name}` has got a second gradient in one backward "
-            "pass, and the first has updated it already: a hook or an autograd function runs a backward pass of its "
-            "own within this one, as reentrant checkpoints do (use_reentrant=True; of a layer that its block calls "
-            "twice). Set tiering.update_schedule to deferred, which updates after all of them, or use_reentrant to "
-            "False, and resume from the last checkpoint"
-        )
+        if again and unit.running.updated:
+            raise second_gradient(f"parameter `{unit.layout.params[index].name}`")
+        unit.running.waits = True
+        self._final.pop(unit, None)
 
     def gradients_final(self, unit: Unit) -> None:
         """Note that the unit's gradients of this step are complete. Do nothing if they come in parts.
@@ -158,7 +160,7 @@ class Updates:
         Raises:
             NonFiniteError: under the `backward` schedule, a gradient is not finite.
         """
-        if unit.running.in_parts:
+        if unit.running.waits:
             return
         if self._schedule is UpdateSchedule.BACKWARD:
             self._final[unit] = None
@@ -228,11 +230,17 @@ class Updates:
         return self._update_voted(open_votes) or updated
 
     def _update_voted(self, open_votes: int = 0) -> bool:
-        """Update the units that the ranks vote on, except the last `open_votes`. Return whether any was updated."""
+        """Update the units that the ranks have voted on, except the last `open_votes`. Return whether any vote ended.
+
+        A unit waits for the end of the pass if another of its gradients has come during the vote.
+        """
         voted = [(unit, vote) for unit, vote in self._final.items() if vote is not None]
         for unit, vote in voted[: len(voted) - open_votes]:
             del self._final[unit]
-            self._update_final(unit, finite=self._gradients.is_finite(vote))
+            finite = self._gradients.is_finite(vote)
+            unit.running.waits |= unit.running.lacks_part
+            if not (finite and unit.running.waits):
+                self._update_final(unit, finite=finite)
         return len(voted) > open_votes
 
     def _update_final(self, unit: Unit, *, finite: bool) -> None:
@@ -296,7 +304,7 @@ class Updates:
         Returns:
             False if no gradient is final yet.
         """
-        waiting = [unit for unit in self._gradients.units_with_gradients() if not unit.running.in_parts]
+        waiting = [unit for unit in self._gradients.units_with_gradients() if not unit.running.waits]
         final = self._schedule is UpdateSchedule.BACKWARD and self._gradients.last_pass and self._single_pass
         if not final or not waiting:
             return False

@@ -45,6 +45,16 @@ def test_a_conversion_is_refused_and_changes_nothing(placement, conversion, part
         train_on(engine, DATA[:1])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_is_refused_where_parameters_leave_memory(tmp_path) -> None:
+    with engine_in("moves", tmp_path) as engine:
+        with pytest.raises(
+            InfinityError, match=r"torch.jit.trace .* cannot trace a model whose parameters leave memory"
+        ):
+            torch.jit.trace(engine.module, DATA[0])
+        train_on(engine, DATA[:1])
+
+
 NO_CHANGE: dict[str, Callable[[nn.Module], Any]] = {
     "to-device": lambda module: module.to("cpu"),
     "cpu": lambda module: module.cpu(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -289,47 +290,111 @@ def test_ranks_on_different_paths_are_told_so(orders, tmp_path) -> None:
 
 
 class Again(nn.Module):
-    """Its backward pass comes to the last layer again, when two more layers have had their gradients."""
+    """Its backward pass comes to the last layer again, when `after` layers have had their gradients.
 
-    def __init__(self) -> None:
+    Args:
+        where: the ranks on which it does so.
+    """
+
+    def __init__(self, after: int = 3, where: tuple[int, ...] = (0, 1)) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.after, self.where = after, where
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(7))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            if index == 1:
+            if index == len(self.layers) - self.after and rank in self.where:
                 x.register_hook(self._again)
             x = x + layer(x).tanh()
         return x.square().mean()
 
     @torch.enable_grad()
     def _again(self, grad: torch.Tensor) -> None:
-        (self.layers[3](torch.ones_like(grad)) * grad).sum().backward()
+        (self.layers[-1](torch.ones_like(grad)) * grad).sum().backward()
 
 
-def train_again(cases: list[Case], data: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    found = []
-    for case in cases:
-        with infinity.initialize(model=Again(), config=case.config())[0] as engine:
-            for x in data[dist.get_rank() :: 2]:
-                engine.backward(engine(x))
-                engine.step()
-            found.append(dict(engine.named_parameters()))
-    return found
+class Constant(nn.Module):
+    """On rank 0, backward reads the values of a layer after it has passed the layer's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x + layer(x).tanh()
+            if index == 2 and rank == 0:
+                x = x * layer.weight.detach()[0].exp()
+        return x.square().mean()
 
 
-def test_a_second_gradient_takes_back_the_vote_on_the_first(tmp_path) -> None:
-    """The ranks vote on a unit's first gradient when the second comes, and update it once, with the sum."""
-    model, data = Again(), torch.randn(2 * STEPS, 4, 16)
+@dataclass
+class Trained:
+    """What became of a training: its weights, or why it was refused."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    refusal: str = ""
+
+
+def train_again(models: list[tuple[nn.Module, list[Case]]], data: torch.Tensor) -> list[list[Trained]]:
+    rank = dist.get_rank()
+
+    def train(model: nn.Module, case: Case) -> Trained:
+        with infinity.initialize(model=copy.deepcopy(model), config=case.config())[0] as engine:
+            for x in data[rank::2]:
+                try:
+                    engine.backward(engine(x, rank))
+                    engine.step()
+                except infinity.InfinityError as error:
+                    return Trained(refusal=str(error))
+            return Trained(dict(engine.named_parameters()))
+
+    return [[train(model, case) for case in cases] for model, cases in models]
+
+
+def test_gradients_in_parts_update_a_unit_once_on_all_ranks_or_are_refused_by_all(tmp_path) -> None:
+    """A unit's second gradient comes before the ranks vote on the first one, during the vote, or after it.
+
+    If one rank alone gets one, the others learn it before they vote, or at the end of the pass.
+    """
+    data = torch.randn(2 * STEPS, 4, 16)
+
+    def at(*stages: int, schedule: str = "backward") -> list[Case]:
+        return [
+            Case(stage, Placement(schedule=schedule), Recipe(clipping=0 if schedule == "backward" else 1e9))
+            for stage in stages
+        ]
+
+    right = [
+        (Again(1), at(1, 3)),
+        (Again(3), at(0, 1, 2, 3)),
+        (Again(1, where=(0,)), at(0, 2)),
+        (Constant(), at(0, 1)),
+        (Constant(), at(2, schedule="speculative")),
+    ]
+    refused = [(Again(6), at(1, 3)), (Again(3, where=(0,)), at(0, 2)), (Again(6, where=(1,)), at(0))]
+    found = run_ranks(2, train_again, right + refused, data, path=tmp_path)
+    for of_rank in found:
+        for (model, cases), trained in zip(right, of_rank[: len(right)], strict=True):
+            expected = train_plainly_on_two(copy.deepcopy(model), data)
+            for case, here in zip(cases, trained, strict=True):
+                assert not here.refusal, (model, case)
+                for name, weight in here.weights.items():
+                    message = f"{type(model).__name__} {case.stage} {case.placement.schedule} {name}"
+                    torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=message)
+        for (model, cases), trained in zip(refused, of_rank[len(right) :], strict=True):
+            for case, here in zip(cases, trained, strict=True):
+                assert "has got a second gradient in one backward pass" in here.refusal, (model, case, here)
+
+
+def train_plainly_on_two(model: nn.Module, data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The weights after steps on the mean gradient of two ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     for pair in data.split(2):
-        for x in pair:
-            (model(x) / 2).backward()
+        for rank, x in enumerate(pair):
+            (model(x, rank) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    cases = [Case(stage, Placement(schedule="backward")) for stage in range(4)]
-    for of_rank in run_ranks(2, train_again, cases, data, path=tmp_path):
-        for case, weights in zip(cases, of_rank, strict=True):
-            for name, param in model.named_parameters():
-                torch.testing.assert_close(weights[name], param.data, rtol=1e-5, atol=1e-6, msg=f"{case.stage} {name}")
+    return {name: param.detach() for name, param in model.named_parameters()}

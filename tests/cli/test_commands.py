@@ -382,7 +382,7 @@ except SystemExit:
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.9, False), (1.2, False), (4.0, True)])
 def test_a_precision_that_the_processor_computes_slowly_is_told(seconds, told, monkeypatch) -> None:
-    monkeypatch.setattr(precision, "_layer", lambda device, dtype: lambda: 1.0 if dtype is torch.float32 else seconds)
+    monkeypatch.setattr(precision, "_layer", lambda device, dtype: [lambda: 1.0 if dtype is torch.float32 else seconds])
 
     def words(name: str, device: str) -> str:
         engine = SimpleNamespace(config=SimpleNamespace(precision=name), device=torch.device(device))

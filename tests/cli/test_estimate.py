@@ -94,7 +94,7 @@ def test_ranks_and_devices(capsys) -> None:
 @pytest.mark.parametrize(("bf16_s", "chosen"), [(1.2, "bf16"), (4.0, "fp32")])
 def test_the_precision_is_measured_where_nobody_names_one(bf16_s, chosen, tmp_path, monkeypatch, capsys) -> None:
     """As `infinity train` does; machines that are not here compute bf16 well."""
-    monkeypatch.setattr(precision, "_layer", lambda device, dtype: lambda: 1.0 if dtype is torch.float32 else bf16_s)
+    monkeypatch.setattr(precision, "_layer", lambda device, dtype: [lambda: 1.0 if dtype is torch.float32 else bf16_s])
     (tmp_path / "auto.json").write_text(json.dumps({"bf16": {"enabled": "auto"}, "train_batch_size": 1}))
     (tmp_path / "named.json").write_text(json.dumps({"bf16": {"enabled": True}, "train_batch_size": 1}))
 

@@ -98,6 +98,28 @@ def test_what_is_needed_on_a_device_that_is_too_small_counts_with_the_least_budg
         assert len(refused(shape, config, machine, DRIVES, 64 * GIB, count)) == problems_there
 
 
+@pytest.mark.parametrize(("gib", "accepted"), [(0.1, True), (4, False)])
+def test_the_share_that_auto_leaves_free_is_used_if_activations_leave_room(gib, accepted, tmp_path) -> None:
+    """All states are in host memory, and need 85% of it."""
+    cpu = {"device": "cpu"}
+    values = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": cpu, "offload_optimizer": cpu},
+    }
+    config, shape = load_config(values), shape_of(1e9)
+    host_bytes = int(plan_training(decoder_of(shape), config, Machine(host_bytes=64 * GIB)).needs.least_bytes / 0.85)
+    machine = Machine(host_bytes=host_bytes)
+    with pytest.raises(CapacityError):
+        plan_training(decoder_of(shape), config, machine)
+
+    def count(model: nn.Module, plan: TrainingPlan) -> Work:
+        return Work(1024, Pass(), Pass(), int(gib * GIB), 0.0, 0.0)
+
+    found = refused(shape, config, machine, [], host_bytes, count)
+    assert [problem.partition(":")[0] for problem in found] == ([] if accepted else ["host memory is too small"])
+
+
 def test_what_fits_is_left_as_it_is(tmp_path) -> None:
     config = auto_config(tmp_path)
     model = decoder_of(shape_of(2e7))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from infinity.errors import ConfigError
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ROWS, _WIDTH = 256, 512  # on one slow core a set of products takes 10 ms in float32
-_RUNS, _LEAST_RUNS = 12, 3
-_MOST_S = 1.0  # after this time, `_LEAST_RUNS` runs are enough: a run in slow bf16 may take a second
+_ROWS, _WIDTH = 64, 512  # a product takes up to 1 ms in float32: some runs fit between two interruptions
+_ROUNDS, _LEAST_ROUNDS = 12, 3
+_MOST_S = 1.0  # after this time, `_LEAST_ROUNDS` are enough: a round in slow bf16 may take a second
+_STEADY = 1.25  # on an idle machine, the median run of a product takes at most this many times its fastest
 # bf16 is preferred up to this slowdown, because it moves half the bytes of parameters and gradients.
 _MOST_SLOWDOWN = 1.5
 
@@ -23,13 +27,42 @@ def product_seconds(device: torch.device, precisions: tuple[str, ...]) -> dict[s
     They are forward, and backward to input and weight: a library may have fast code for one layout of the operands
     and none for another.
     """
-    layers = {precision: _layer(device, _DTYPES[precision]) for precision in precisions}
-    runs: list[dict[str, float]] = []
-    stop_s = time.perf_counter() + _MOST_S
-    while len(runs) < _LEAST_RUNS or (len(runs) < _RUNS and time.perf_counter() < stop_s):
-        runs.append({precision: layer() for precision, layer in layers.items()})
-    # The first run also chooses kernels and allocates memory. Other processes only add time, hence the minimum.
-    return {precision: min(run[precision] for run in runs[1:]) for precision in precisions}
+    with _one_thread():
+        layers = {precision: _layer(device, _DTYPES[precision]) for precision in precisions}
+        by_product = [product for products in zip(*layers.values(), strict=True) for product in products]
+        seconds = least_seconds(by_product)
+    return {precision: sum(seconds[index :: len(layers)]) for index, precision in enumerate(layers)}
+
+
+def least_seconds(runs: Sequence[Callable[[], float]], clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Call each of `runs`, which return the seconds that they took, in several rounds. Return the minimum of each.
+
+    Other processes can only make a run longer. On a busy machine there are more rounds, until one second has passed.
+    """
+    found: list[list[float]] = [[] for _ in runs]
+    order = list(range(len(runs)))
+    stop_s = clock() + _MOST_S
+    while len(found[0]) < _LEAST_ROUNDS or (clock() < stop_s and not _are_enough(found)):
+        for index in order:
+            found[index].append(runs[index]())
+        order.reverse()  # the longer a process has computed, the more likely it is interrupted
+    return [min(each) for each in found]
+
+
+def _are_enough(found: Sequence[Sequence[float]]) -> bool:
+    """Whether the runs show no sign of other processes."""
+    return len(found[0]) >= _ROUNDS and all(statistics.median(each) <= _STEADY * min(each) for each in found)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread inside. On a busy machine, the threads of a product would wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def faster_precision(seconds: Mapping[str, float]) -> str:
@@ -58,18 +91,17 @@ def slowdown(device: torch.device, precision: str) -> float:
     return ratio if ratio > _MOST_SLOWDOWN else 1.0
 
 
-def _layer(device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
-    """Return a function that computes the products once, and returns the seconds that they took."""
+def _layer(device: torch.device, dtype: torch.dtype) -> list[Callable[[], float]]:
+    """Return a function for each product, which computes it once and returns the seconds that this took."""
     inputs = torch.randn(_ROWS, _WIDTH, device=device).to(dtype)
     weight = torch.randn(_WIDTH, _WIDTH, device=device).to(dtype)
+    outputs = inputs @ weight.T
 
-    def seconds() -> float:
+    def timed(left: torch.Tensor, right: torch.Tensor) -> float:
         start_s = time.perf_counter()
-        outputs = inputs @ weight.T
-        outputs @ weight
-        outputs.T @ inputs
+        left @ right
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return time.perf_counter() - start_s
 
-    return seconds
+    return [partial(timed, *factors) for factors in ((inputs, weight.T), (outputs, weight), (outputs.T, inputs))]
