@@ -747,16 +747,19 @@ class Engine(Accessors):
     def destroy(self, *, strict: bool = False) -> None:
         """Close the engine, and give the model its newest values in memory. All ranks call this together.
 
-        If the values do not fit in memory, the model has no values afterwards, and a warning says so.
+        Gradients of a step that has begun are dropped. If the values do not fit in memory, the model has no values
+        afterwards, and a warning says so.
 
         Args:
-            strict: raise an error in that case, and leave the engine open.
+            strict: raise an error in both cases, and leave the engine open.
 
         Raises:
             InfinityError: with `strict`: the values do not fit in memory, or a step has begun and not ended.
         """
         places, values = self._guards.places(self.module), {}
         try:
+            if not strict:
+                self._step.drop()  # for example of a step that ran out of memory, before another try
             self._step.check_boundary("engine.destroy()")
             self.begin_gathering("engine.destroy()", stores=False)
             check_room(self._runtime, places, ("engine.destroy()", "save the model first, and call close()"))

@@ -294,7 +294,8 @@ def _parameters(
         kind, groups = kind_of(optimizer, also_adam=isinstance(optimizer, AdamW))
         if not any(param.requires_grad for group in groups for param in group["params"]):
             raise ConfigError("no parameter of `optimizer` requires a gradient: there is nothing to train")
-        return groups, {}, kind
+        # Every group has its own values; schedules such as transformers' "polynomial" read the defaults.
+        return groups, {name: optimizer.defaults[name] for name in kind.defaults if name in optimizer.defaults}, kind
     kind, defaults = named_optimizer(config)
     if model_parameters is None:
         model_parameters = [p for p in model.parameters() if p.requires_grad and has_numbers(p)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.errors import ConfigError
 
@@ -37,8 +37,14 @@ def rebind(scheduler: Any, given: torch.optim.Optimizer | None, optimizer: torch
 
 
 def advances_by_itself(scheduler: Any) -> bool:
-    """Whether `step()` needs no argument from the training loop."""
-    return not isinstance(scheduler, ReduceLROnPlateau)
+    """Whether `step()` needs no argument from the training loop, as torch's ReduceLROnPlateau needs a metric."""
+    try:
+        signature(scheduler.step).bind()
+    except TypeError:
+        return False
+    except ValueError:  # a built-in that tells no signature
+        return True
+    return True
 
 
 def _parts(scheduler: Any, seen: dict[int, Any]) -> Iterator[Any]:

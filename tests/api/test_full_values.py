@@ -266,6 +266,24 @@ def test_a_model_whose_engine_is_destroyed_can_have_another(stage) -> None:
     assert len(set(losses)) == 3  # both have trained
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_is_destroyed_within_a_step_gives_the_values_of_the_last(stage, caplog) -> None:
+    """As after a micro-batch that was too large, before the same model is trained with a smaller one."""
+    model, x = heads(), inputs(1)[0]
+    engine, *_ = infinity.initialize(model=model, config=config(stage, gradient_accumulation_steps=2))
+    for _ in range(3):  # a step and a half
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    wanted = {name: value.clone() for name, value in engine.named_parameters()}
+    with pytest.raises(infinity.InfinityError, match="in the middle of a step"):
+        engine.destroy(strict=True)
+    engine.destroy()
+    assert not caplog.records
+    assert all(torch.equal(param, wanted[name]) for name, param in model.named_parameters())
+    assert all(param.grad is None for param in model.parameters())
+    infinity.initialize(model=model, config=config(stage))[0].close()
+
+
 def test_an_engine_that_has_failed_is_destroyed_with_a_warning(caplog) -> None:
     engine, *_ = infinity.initialize(model=heads(), config=config(0))
     engine.close()

@@ -39,6 +39,33 @@ def _chained(optimizer: torch.optim.Optimizer) -> Any:
     )
 
 
+def _of_the_defaults(optimizer: torch.optim.Optimizer) -> schedules.LambdaLR:
+    """As transformers' polynomial decay."""
+    return schedules.LambdaLR(optimizer, lambda step: 1 - 0.001 * step / optimizer.defaults["lr"])
+
+
+class Follower:
+    """Follows a metric and is of no class of torch, as transformers' GreedyLR."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.best = 1e9
+
+    def step(self, metrics: float) -> None:
+        factor = 1.1 if metrics < self.best else 0.8
+        self.best = min(self.best, metrics)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+
+FOLLOWERS = (schedules.ReduceLROnPlateau, Follower)
+
 MAKERS: dict[str, Make] = {
     "LambdaLR": partial(schedules.LambdaLR, lr_lambda=[lambda step: 0.9**step, lambda step: 1 / (1 + step)]),
     "MultiplicativeLR": partial(schedules.MultiplicativeLR, lr_lambda=lambda step: 0.9 if step % 2 else 1.1),
@@ -56,6 +83,8 @@ MAKERS: dict[str, Make] = {
     "OneCycleLR": partial(schedules.OneCycleLR, max_lr=[0.3, 0.2], total_steps=STEPS + 1),
     "ReduceLROnPlateau": partial(schedules.ReduceLROnPlateau, patience=1, factor=0.5),
     "SWALR": partial(SWALR, swa_lr=0.02, anneal_epochs=4),
+    "one that reads the optimizer's defaults": _of_the_defaults,
+    "one of a library that follows a metric": Follower,
 }
 
 
@@ -93,7 +122,7 @@ def _plain(kind: str, make: Make) -> tuple[list[list[tuple[Any, ...]]], torch.Te
         model(torch.ones(2, 4)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step(*([_metric(step)] if isinstance(scheduler, schedules.ReduceLROnPlateau) else []))
+        scheduler.step(*([_metric(step)] if isinstance(scheduler, FOLLOWERS) else []))
         seen.append(_numbers(optimizer))
     return seen, model.weight.detach()
 
@@ -109,7 +138,7 @@ def _train(engine: infinity.Engine, scheduler: Any, steps: range) -> list[list[t
     for step in steps:
         engine.backward(engine(torch.ones(2, 4)).square().sum())
         engine.step()
-        if isinstance(scheduler, schedules.ReduceLROnPlateau):
+        if isinstance(scheduler, FOLLOWERS):
             scheduler.step(_metric(step))
         seen.append(_numbers(engine.optimizer))
     return seen

@@ -33,6 +33,7 @@ from infinity.integrations.deepspeed.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from infinity.optim.adamw import AdamW
 from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
+from infinity.optim.torch_schedules import advances_by_itself
 from infinity.zero.leaf_modules import get_z3_leaf_modules
 from infinity.zero.param_access import owner_of
 
@@ -374,6 +375,27 @@ def _as_in_deepspeed(config: Config) -> Config:
     return replace(config, rounds_masters=True, keeps_gradients=config.zero.offload_optimizer.device == "none")
 
 
+def _steppable(make: Any) -> Any:
+    """The schedule's maker; that of Trainer refuses schedules which only the training loop can step.
+
+    accelerate hides what `initialize` returns behind a `step` that does nothing, for it leaves stepping to the engine.
+    """
+    if not str(getattr(make, "__module__", "")).startswith("transformers."):
+        return make
+
+    def checked(optimizer: torch.optim.Optimizer) -> Any:
+        scheduler = make(optimizer)
+        if not advances_by_itself(scheduler):
+            raise ConfigError(
+                f"the schedule {type(scheduler).__name__} follows a metric, but Trainer does not step it if the "
+                "configuration has an optimizer section: remove the section, so that Trainer makes the optimizer (its "
+                "`optim`) and steps the schedule"
+            )
+        return scheduler
+
+    return checked
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -394,6 +416,7 @@ def initialize(
     Raises:
         AssertedConfigError: there is no model, the optimizer is not supported, or a scheduler is given without its
             optimizer.
+        ConfigError: Trainer's schedule follows a metric, with an optimizer of the configuration.
     """
     if model is None and not isinstance(args, nn.Module):
         raise AssertedConfigError("deepspeed.initialize requires a model")
@@ -418,7 +441,7 @@ def initialize(
         optimizer,
         model_parameters,
         training_data,
-        lr_scheduler,
+        _steppable(lr_scheduler),
         distributed_port,
         mpu,
         True if dist_init_required is None else dist_init_required,
