@@ -45,7 +45,7 @@ from infinity.zero.leaf_modules import apply_leaf_modules
 from infinity.zero.materialize import materialize, resident_first, stored_values
 from infinity.zero.meta import InitFunction
 from infinity.zero.model_parts import has_numbers, local_part, model_parts
-from infinity.zero.outside_units import OutsideUnits
+from infinity.zero.outside_units import OutsideUnits, check_values
 from infinity.zero.param_access import check_unowned
 from infinity.zero.ranks import Ranks, is_first_process, join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
@@ -223,6 +223,7 @@ def _agreed_optimizer(
 
     def make() -> None:
         _check_parameters(model)
+        check_values(model, ranks)
         tiered = optimizer_class([{"params": []}], {})
         if trains:
             tiered = optimizer_class(*_parameters(model, config, model_parameters, optimizer))

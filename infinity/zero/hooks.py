@@ -282,7 +282,8 @@ class Hooks:
 
         if self._compiled:
             before, after = left_out(before), left_out(after)
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        # Before the user's hooks, which may read the module's parameters: such reads then belong to this call.
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def _refuse_views(self, output: Any) -> None:

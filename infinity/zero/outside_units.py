@@ -27,13 +27,11 @@ class OutsideUnits:
         Floating-point buffers that are saved are cast as parameters are. Buffers that are not saved (rotary
         frequencies, masks) are constants of the architecture, and keep their precision. So do the statistics of
         normalisations, because the contribution of one step is too small for 16 bits.
-
-        Raises:
-            ConfigError: a parameter that cannot be initialised is on the meta device, by name.
         """
-        for name, param in self._model.named_parameters():
+        for param in self._model.parameters():
             if not has_numbers(param) and not is_distributed(param):
-                self._place_parameter(name, param, device, ranks)
+                self._parameters.append((param, param.data))
+                param.data = _from_rank_0(param.data.to(device, copy=ranks.size > 1), ranks)
         placed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # modules that share a buffer share it afterwards, too
         for module in self._model.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
@@ -41,17 +39,8 @@ class OutsideUnits:
                 target = buffer.dtype if _keeps_its_dtype(module, name, buffer) else dtype
                 key = id(buffer), target
                 if key not in placed:
-                    placed[key] = _from_rank_0(buffer.to(device, target, copy=ranks.size > 1), ranks)
+                    placed[key] = _from_rank_0(_copy_on(buffer, device, target, ranks), ranks)
                 module._buffers[name] = placed[key]
-
-    def _place_parameter(self, name: str, param: nn.Parameter, device: torch.device, ranks: Ranks) -> None:
-        if param.is_meta:
-            raise ConfigError(
-                f"parameter `{name}` is {str(param.dtype).removeprefix('torch.')} and on the meta device, where "
-                "nothing can initialise it: build its module in memory"
-            )
-        self._parameters.append((param, param.data))
-        param.data = _from_rank_0(param.data.to(device, copy=ranks.size > 1), ranks)
 
     def give_back(self) -> None:
         """Restore the model's own tensors."""
@@ -61,9 +50,37 @@ class OutsideUnits:
             param.data = values
 
 
+def check_values(model: nn.Module, ranks: Ranks) -> None:
+    """Check that these tensors have values. Buffers may lack them on other ranks than rank 0, which get rank 0's.
+
+    Raises:
+        ConfigError: one is on the meta device, by name.
+    """
+    for name, param in model.named_parameters():
+        if param.is_meta and not has_numbers(param):
+            raise ConfigError(
+                f"parameter `{name}` is {str(param.dtype).removeprefix('torch.')} and on the meta device, where "
+                "nothing can initialise it: build its module in memory"
+            )
+    if ranks.rank == 0:
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                raise ConfigError(
+                    f"buffer `{name}` is on the meta device, so what its module computed is lost: build the model "
+                    "under infinity.zero.Init, where buffers are in memory, instead of torch.device('meta')"
+                )
+
+
 def codes(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the values of parameters that are in no unit, by name."""
     return {name: param.detach() for name, param in model.named_parameters() if not has_numbers(param)}
+
+
+def _copy_on(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
+    """Return the tensor on the device; one without values if it is on meta. On one rank it may be the tensor itself."""
+    if tensor.is_meta:
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
+    return tensor.to(device, dtype, copy=ranks.size > 1)
 
 
 def _from_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:

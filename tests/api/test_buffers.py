@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,7 @@ from infinity.integrations.exports import save_pretrained
 from infinity.tiers import SameMemory
 from infinity.zero.outside_units import OutsideUnits
 from infinity.zero.ranks import ALONE
+from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import DTYPES, LR, Placement, Recipe
 
 STEPS = 4
@@ -243,6 +245,32 @@ def test_an_integer_parameter_without_values_is_refused_by_name() -> None:
     with pytest.raises(infinity.ConfigError, match="`base` is int8 and on the meta device"):
         infinity.initialize(model, Recipe("bf16").config(Placement()))
     assert all(param.is_meta for param in model.parameters())
+
+
+@pytest.mark.parametrize("placement", [Placement(), Placement("cpu", "cpu")], ids=["memory", "cpu"])
+def test_a_buffer_without_values_is_refused_by_name(placement) -> None:
+    """torch.device("meta") loses what modules compute in their constructors, and no rule computes it again."""
+    with torch.device("meta"):
+        model = Norms()
+    with pytest.raises(infinity.ConfigError, match=r"buffer `table` is on the meta device.*infinity\.zero\.Init"):
+        infinity.initialize(model, Recipe("bf16").config(placement))
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    with infinity.zero.Init():
+        model = Norms()
+    infinity.initialize(model, Recipe("bf16").config(placement))[0].close()
+
+
+def on_meta_beside_rank_0() -> list[torch.Tensor]:
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = Norms()
+    with infinity.initialize(model, Recipe().config(Placement()))[0] as engine:
+        return list(engine.module.state_dict().values())
+
+
+def test_other_ranks_have_rank_0s_buffers_also_on_meta(tmp_path) -> None:
+    first, second = run_ranks(2, on_meta_beside_rank_0, path=tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert torch.equal(second[list(Norms().state_dict()).index("table")], Norms().table)
 
 
 def test_a_copy_in_16_bits_computes_with_its_statistics() -> None:

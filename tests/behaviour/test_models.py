@@ -438,6 +438,21 @@ class Buffers(Chain):
         return super().forward((x * self.phase).abs())
 
 
+class InputsOfHooks(Chain):
+    """Hooks before forward make its inputs of parameters, and change them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.shift = nn.Parameter(torch.randn(WIDTH))
+            block.register_forward_pre_hook(self.shifted)
+            block.register_forward_hook(lambda module, _, output: output + module.up.bias.sum())
+
+    @staticmethod
+    def shifted(block: Any, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        return torch.sin(inputs[0] * 1.0).mul_(block.shift)
+
+
 class Autocast(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -464,6 +479,7 @@ MODELS = [
     RepeatedReentrant,
     SelfConditioned,
     Buffers,
+    InputsOfHooks,
     Autocast,
 ]
 

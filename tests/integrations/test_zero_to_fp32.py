@@ -100,6 +100,22 @@ def test_shared_modules_have_all_of_their_names(stage, tmp_path) -> None:
     engine.destroy()
 
 
+@pytest.mark.usefixtures("ends_process_group")
+def test_everything_that_has_numbers_is_float32(tmp_path) -> None:
+    """Buffers that the training holds in 16 bits, too; integers stay what they are."""
+    model = Sharing()
+    model.first[0].requires_grad_(False)
+    config = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}
+    engine, *_ = initialize(model=model, config=config)
+    engine.save_checkpoint(tmp_path)
+    assert model.scale.dtype is torch.bfloat16
+    engine.destroy()
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert state.keys() == Sharing().state_dict().keys()
+    assert {n: v.dtype for n, v in state.items()} == {n: v.dtype for n, v in Sharing().state_dict().items()}
+    assert torch.equal(state["factor"], torch.full((4,), 2.0))
+
+
 def test_the_script_beside_checkpoints_needs_a_public_module_alone(saved, tmp_path, monkeypatch) -> None:
     """Checkpoints outlive versions, so the script may import nothing that moves: this name is DeepSpeed's own."""
     path, masters = saved

@@ -16,6 +16,7 @@ from infinity.checkpoint.format import FROZEN_FIELD, MASTER_FIELD, read_manifest
 from infinity.checkpoint.stored import StoredReader, check_files
 from infinity.config import parse_size
 from infinity.errors import CheckpointError, ConfigError
+from infinity.zero.model_parts import has_numbers
 from infinity.zero.param_access import owner_of
 
 
@@ -45,7 +46,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         for field in (MASTER_FIELD,) if exclude_frozen_parameters else (MASTER_FIELD, FROZEN_FIELD):
             state |= {name: reader.whole(f"{field}.{name}").float() for name in manifest.stored(field)}
     extra = read_extra(path, manifest)
-    state |= extra["buffers"]
+    state |= {name: value.float() if has_numbers(value) else value for name, value in extra["buffers"].items()}
     names = extra.get("tied")  # missing in older checkpoints
     tied = {name: state[first] for name, first in names.items() if first in state} if isinstance(names, dict) else {}
     return state | tied
