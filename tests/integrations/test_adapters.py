@@ -138,7 +138,7 @@ def test_files_of_other_adapters_are_refused_by_name(tmp_path) -> None:
         for changed, words in (
             ({name: value for name, value in stored.items() if name != key}, "it is of another adapter"),
             (stored | {key: stored[key][:2].clone()}, r"in shape \(2, .*; the model has \(4, "),
-            (stored | {"more": stored[key].clone()}, r"has more, which the model's adapter has not \(1 such\)"),
+            (stored | {"more": stored[key].clone()}, r"has more, which the model's adapter does not have \(1 such\)"),
         ):
             save_file(changed, file)
             with pytest.raises(infinity.CheckpointError, match=words):
