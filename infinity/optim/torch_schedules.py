@@ -42,7 +42,7 @@ def advances_by_itself(scheduler: Any) -> bool:
         signature(scheduler.step).bind()
     except TypeError:
         return False
-    except ValueError:  # a built-in that tells no signature
+    except ValueError:  # a built-in without a signature
         return True
     return True
 

@@ -376,9 +376,9 @@ def _as_in_deepspeed(config: Config) -> Config:
 
 
 def _steppable(make: Any) -> Any:
-    """The schedule's maker; that of Trainer refuses schedules which only the training loop can step.
+    """Return the schedule's factory. That of Trainer then refuses schedules that only the training loop can step.
 
-    accelerate hides what `initialize` returns behind a `step` that does nothing, for it leaves stepping to the engine.
+    accelerate leaves stepping to the engine: it wraps the returned schedule in an object whose `step` does nothing.
     """
     if not str(getattr(make, "__module__", "")).startswith("transformers."):
         return make
