@@ -161,12 +161,14 @@ class Hooks:
                 if info.trainable:
                     self._watch_parameter(param, unit, index)
         self._reads = ParameterReads(self._unit_of, lent, self)
+        ends: dict[nn.Module, list[int]] = {}  # the keys of our hooks after forward, in their order
         for point in partition.hook_points:
-            of_module = tuple(units[index] for index in point.units)
-            self._watch_module(model.get_submodule(point.module_name), of_module, moving=point.moving)
+            of_module, module = tuple(units[i] for i in point.units), model.get_submodule(point.module_name)
+            ends[module] = self._watch_module(module, of_module, moving=point.moving)
         for module, widened in normalisations(model):  # after `enter`, which brings the values
             self._handles.append(module.register_forward_pre_hook(widened.lend))
             self._handles.append(module.register_forward_hook(widened.take_back, always_call=True))
+            ends.get(module, []).append(self._handles[-1].id)
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -235,12 +237,25 @@ class Hooks:
 
     # Forward #
 
-    def _watch_module(self, module: nn.Module, units: tuple[Unit, ...], *, moving: bool) -> None:
+    def _watch_module(self, module: nn.Module, units: tuple[Unit, ...], *, moving: bool) -> list[int]:
+        """Watch the module's calls.
+
+        The user's hooks run between `before` and `after`, because they may read the module's parameters: such reads
+        then belong to this call, and not to its caller's.
+
+        Returns:
+            The keys of hooks that stay the last after the module's forward, in their order; the caller may append some.
+        """
         followed = [unit for unit in units if unit.calls.followed]
+        ends: list[int] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if moving and torch._C._is_tracing():
                 raise InfinityError(_NOT_TRACED)
+            table, last = module._forward_hooks, ends[-1]
+            if last in table and next(reversed(table)) != last:  # the user has registered hooks since
+                for key in ends:
+                    table[key] = table.pop(key)
             # First: asking for the node of a view that was changed in place makes autograd create it.
             inputs = _recorded(_tensors(args, kwargs)) if moving and torch.is_grad_enabled() else []
             call = _Call(module, units, followed, self._begun)
@@ -282,9 +297,10 @@ class Hooks:
 
         if self._compiled:
             before, after = left_out(before), left_out(after)
-        # Before the user's hooks, which may read the module's parameters: such reads then belong to this call.
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        ends.append(self._handles[-1].id)
+        return ends
 
     def _refuse_views(self, output: Any) -> None:
         """Refuse a result in the memory of a unit that can be evicted: a later read would crash the process."""

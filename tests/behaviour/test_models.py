@@ -453,6 +453,21 @@ class InputsOfHooks(Chain):
         return torch.sin(inputs[0] * 1.0).mul_(block.shift)
 
 
+class LaterHooks(Chain):
+    """Hooks that are registered after `initialize` read the parameters of their module, to log or to change outputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.scaled not in block._forward_hooks.values():
+                block.register_forward_pre_hook(lambda block, inputs: inputs[0] + block.down.bias)
+                block.register_forward_hook(self.scaled)
+        return super().forward(x)
+
+    @staticmethod
+    def scaled(block: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
+        return output / (1 + block.up.weight.norm())
+
+
 class Autocast(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -480,6 +495,7 @@ MODELS = [
     SelfConditioned,
     Buffers,
     InputsOfHooks,
+    LaterHooks,
     Autocast,
 ]
 
