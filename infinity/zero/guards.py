@@ -36,6 +36,7 @@ from infinity.zero.param_access import LentParams, Owner, Place, by_unit, check_
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
+_probes = torch.Generator()  # of its own, so that torch's random states stay as they are
 
 
 class Guards:
@@ -241,11 +242,13 @@ class Guards:
         if not places:
             return
         param = places[0].param
-        probe = torch.empty(0, dtype=param.dtype, device=param.device)
-        was_shared = probe.is_shared()
+        # Random, so that memory which `fn` only allocates has other values.
+        probe = torch.rand(4, generator=_probes).to(param.device, param.dtype)
+        before, was_shared = probe.clone(), probe.is_shared()
         with torch.no_grad():
             result = fn(probe)
-        if result is probe and probe.is_shared() == was_shared:
+        # A copy has no effect: torch makes one for `.to("cpu:0")`.
+        if _form(result) == _form(before) and torch.equal(result, before) and probe.is_shared() == was_shared:
             return
         change = f"{_form(probe)} to {_form(result)}" if _form(probe) != _form(result) else "memory of their own"
         raise InfinityError(

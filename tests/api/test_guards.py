@@ -47,6 +47,7 @@ def test_a_conversion_is_refused_and_changes_nothing(placement, conversion, part
 
 NO_CHANGE: dict[str, Callable[[nn.Module], Any]] = {
     "to-device": lambda module: module.to("cpu"),
+    "to-first-device": lambda module: module.to("cpu:0"),
     "cpu": lambda module: module.cpu(),
     "bfloat16": lambda module: module.bfloat16(),
     "to-dtype": lambda module: module.to(torch.bfloat16),
