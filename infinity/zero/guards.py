@@ -19,6 +19,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import starmap
 from operator import eq
 from typing import Any
@@ -340,6 +341,7 @@ class _Seam:
             "state_dict": self.state_dict,
             "__deepcopy__": self.deepcopy,
             "__reduce_ex__": self.refuse_pickling,
+            "compile": self.compile,
         }
         if root:
             self._methods["zero_grad"] = self.zero_grad
@@ -407,6 +409,16 @@ class _Seam:
         owner = None if guards is None else guards.owner
         if owner is not None:
             owner.model_was_zeroed()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module without the engine's hooks, see [Note: compiled modules]."""
+        module, guards = self._both()
+        owner = None if guards is None else guards.owner
+        compile_it = partial(self._of_torch, module, "compile", *args, **kwargs)
+        if owner is None:
+            compile_it()
+        else:
+            owner.compile_module(module, compile_it)
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy without hooks and guards of the engine."""
