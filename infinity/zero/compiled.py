@@ -5,6 +5,7 @@ torch compiles a module together with its hooks. The engine's hooks do no arithm
 again for every state that they read. So they are excluded from compilation: the hooks of a compiled module run as
 ordinary Python, and the forward between them is the compiled one. A wrapper that `torch.compile(module)` returned is
 replaced by the module, compiled in place as by `module.compile()`, so that parameters keep their names in the model.
+If a module is compiled while the model has an engine, the hooks are registered again (guards.py).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import starmap
 from operator import eq
 from typing import Any
@@ -36,6 +37,7 @@ from infinity.zero.param_access import LentParams, Owner, Place, by_unit, check_
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
+_probes = torch.Generator()  # of its own, so that torch's random states stay as they are
 
 
 class Guards:
@@ -241,11 +243,13 @@ class Guards:
         if not places:
             return
         param = places[0].param
-        probe = torch.empty(0, dtype=param.dtype, device=param.device)
-        was_shared = probe.is_shared()
+        # Random, so that memory which `fn` only allocates has other values.
+        probe = torch.rand(4, generator=_probes).to(param.device, param.dtype)
+        before, was_shared = probe.clone(), probe.is_shared()
         with torch.no_grad():
             result = fn(probe)
-        if result is probe and probe.is_shared() == was_shared:
+        # A copy has no effect: torch makes one for `.to("cpu:0")`.
+        if _form(result) == _form(before) and torch.equal(result, before) and probe.is_shared() == was_shared:
             return
         change = f"{_form(probe)} to {_form(result)}" if _form(probe) != _form(result) else "memory of their own"
         raise InfinityError(
@@ -337,6 +341,7 @@ class _Seam:
             "state_dict": self.state_dict,
             "__deepcopy__": self.deepcopy,
             "__reduce_ex__": self.refuse_pickling,
+            "compile": self.compile,
         }
         if root:
             self._methods["zero_grad"] = self.zero_grad
@@ -404,6 +409,16 @@ class _Seam:
         owner = None if guards is None else guards.owner
         if owner is not None:
             owner.model_was_zeroed()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module without the engine's hooks, see [Note: compiled modules]."""
+        module, guards = self._both()
+        owner = None if guards is None else guards.owner
+        compile_it = partial(self._of_torch, module, "compile", *args, **kwargs)
+        if owner is None:
+            compile_it()
+        else:
+            owner.compile_module(module, compile_it)
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy without hooks and guards of the engine."""

@@ -136,7 +136,7 @@ class Hooks:
         self._model = model
         self.thread = OneThread()
         self._listener = listener
-        self._compiled = is_compiled(model)
+        self.are_left_out = is_compiled(model)  # of compilation
         self._handles: list[RemovableHandle] = []
         self._units = units
         self._calls: list[_Call] = []
@@ -295,7 +295,7 @@ class Hooks:
                 for tensor in _recorded_with_bases(output, (args, kwargs)):
                     tensor.register_hook(self._backward_begins)
 
-        if self._compiled:
+        if self.are_left_out:
             before, after = left_out(before), left_out(after)
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))

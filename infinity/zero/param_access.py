@@ -65,6 +65,9 @@ class Owner(Protocol):
     def model_was_zeroed(self) -> None:
         """Called by the model's own `zero_grad`."""
 
+    def compile_module(self, module: nn.Module, compile_it: Callable[[], object]) -> None:
+        """Called by the own `compile` of the model or a module of it."""
+
 
 @dataclass(frozen=True, eq=False)
 class Place:

@@ -14,9 +14,10 @@ one assignment, so that an interrupt leaves either the old ones or the new ones.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -158,23 +159,28 @@ class Step(Listener):
             InfinityError: a step has begun, or micro-batches are layer-major.
             ConfigError: CUDA graphs were requested, but their kernels cannot follow parameters that are evicted.
         """
+        blocks = [model.get_submodule(name) for name in self._runtime.partition.blocks or ("",)]
+        self.compile_modules(model, {block: partial(type(block).compile, block, **how) for block in blocks})
+
+    def compile_modules(self, model: nn.Module, compiles: Mapping[nn.Module, Callable[[], object]]) -> None:
+        """Compile modules of the model, each by its function, and register the hooks again. Raises as above."""
         self.check_boundary("engine.compile()")
         if self.layer_major is not None:
             raise InfinityError(
                 'engine.compile() is not possible with tiering.accumulation "layer": compile the blocks before '
                 "initialize"
             )
-        blocks = [model.get_submodule(name) for name in self._runtime.partition.blocks or ("",)]
-        for block in blocks:
-            block.compile(**how)
+        for compile_one in compiles.values():
+            compile_one()
         try:
             refuse_cuda_graphs(model, fixed=self._runtime.addresses_stay)
         except ConfigError:
-            for block in blocks:
-                block._compiled_call_impl = None
+            for module in compiles:
+                module._compiled_call_impl = None
             raise
-        self.hooks.remove()
-        self.hooks = self._watch(model)
+        if not self.hooks.are_left_out:
+            self.hooks.remove()
+            self.hooks = self._watch(model)
 
     def continue_from(self, before: Step) -> None:
         """Continue with the counts and states of the closed `Step` of the same model."""

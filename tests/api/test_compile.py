@@ -147,6 +147,24 @@ def test_a_toy_exports_its_own_names(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
+def test_modules_of_an_engine_can_be_compiled_by_themselves(steps_before, tmp_path) -> None:
+    """As accelerate compiles regions: each block, and each module beside them."""
+    config = config_of("moves", tmp_path)
+    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
+        losses = train_on(engine, DATA)
+    backend = Counting()
+    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
+        begun = train_on(engine, DATA[:steps_before])
+        inner = engine.module.model
+        for module in (*inner.layers, inner.embed_tokens, inner.norm, engine.module.lm_head):
+            module.compile(backend=backend, dynamic=False)
+        assert begun + train_on(engine, DATA[steps_before:]) == losses
+    assert "compile" not in vars(inner.norm)
+    assert 0 < backend.graphs < 20
+    engine.module.lm_head.compile(backend=backend)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
 def test_an_engine_compiles_its_blocks(steps_before, tmp_path) -> None:
     config = config_of("moves", tmp_path)
     with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
@@ -170,3 +188,5 @@ def test_it_does_so_between_steps_alone(tmp_path) -> None:
         engine.backward(engine(input_ids=DATA[0], labels=DATA[0]).loss)
         with pytest.raises(infinity.InfinityError, match=r"engine\.compile"):
             engine.compile()
+        with pytest.raises(infinity.InfinityError, match=r"engine\.compile"):
+            engine.module.lm_head.compile()

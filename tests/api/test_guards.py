@@ -57,6 +57,7 @@ def test_a_trace_is_refused_where_parameters_leave_memory(tmp_path) -> None:
 
 NO_CHANGE: dict[str, Callable[[nn.Module], Any]] = {
     "to-device": lambda module: module.to("cpu"),
+    "to-first-device": lambda module: module.to("cpu:0"),
     "cpu": lambda module: module.cpu(),
     "bfloat16": lambda module: module.bfloat16(),
     "to-dtype": lambda module: module.to(torch.bfloat16),

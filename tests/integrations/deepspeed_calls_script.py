@@ -264,6 +264,37 @@ def check_empty_parameters() -> None:
     engine.destroy()
 
 
+class Saving(nn.Linear):
+    """Saves as a model of transformers or PEFT."""
+
+    saved: Any = None
+
+    def save_pretrained(self, _path: str, is_main_process: bool = True, state_dict: Any = None) -> str:
+        values = self.state_dict() if state_dict is None else state_dict
+        if is_main_process:
+            self.saved = {name: value.clone() for name, value in values.items()}
+        return "saved"
+
+
+def check_the_save_of_what_rank_0_has() -> None:
+    """As accelerate documents it; all ranks collect the values only where rank 0 was given none."""
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed.initialize(model=Saving(4, 2), config=config)
+    main = comm.get_rank() == 0
+    for given in (True, True, False, False):
+        state = engine._zero3_consolidated_16bit_state_dict() if given else None
+        assert (state is None) == (not main or not given)
+        copied = deepcopy(engine.module)
+        more = {"state_dict": state} if given else {}
+        done = [model.save_pretrained("", is_main_process=main, **more) for model in (engine.module, copied)]
+        assert done == [None if given and not main else "saved"] * 2
+        assert (engine.module.saved is not None) == main
+        comm.barrier()
+    engine._zero3_consolidated_16bit_state_dict()
+    engine.destroy()
+    assert "save_pretrained" not in vars(engine.module)
+
+
 EARLY = message(AssertionError, lambda: deepspeed.init_distributed(dist_init_required=False))
 deepspeed.init_distributed()
 check_sums()
@@ -275,6 +306,7 @@ check_coalesced_means()
 check_gradients_between_micro_batches()
 check_gradients_are_updated_together()
 check_empty_parameters()
+check_the_save_of_what_rank_0_has()
 found = {"nobody": EARLY} | check_no_sync() | check_misuse()
 if comm.get_rank() == 0:
     print("RESULT", json.dumps(found))

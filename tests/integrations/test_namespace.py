@@ -298,7 +298,7 @@ def test_a_value_that_accelerate_would_refuse_is_named_when_a_model_is_read(tmp_
 def test_what_transformers_own_tests_do_with_deepspeed(tmp_path) -> None:
     """The cases are in trainer_combinations.py, and say which of them failed."""
     pytest.importorskip("accelerate")
-    assert len(result(script(HERE / "trainer_combinations.py", tmp_path))) == 17
+    assert len(result(script(HERE / "trainer_combinations.py", tmp_path))) == 18
 
 
 def test_an_accelerate_loop_gives_the_same_losses(tmp_path) -> None:

@@ -186,6 +186,21 @@ def an_optimizer_of_another_kind_is_taken_or_refused_by_name(stage: int) -> None
             refused.train()
 
 
+def a_schedule_that_follows_a_metric_is_stepped_or_refused(stage: int) -> None:
+    falling = {"patience": 0, "factor": 0.5, "threshold": 10.0, "threshold_mode": "abs"}  # at every evaluation
+    how: dict[str, Any] = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": falling}
+    how |= {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+    plain = line(None, **how)
+    plain.train()
+    trainer = line(config(stage, optimizer=False), **how)
+    trainer.train()
+    assert logged(trainer, "learning_rate") == logged(plain, "learning_rate")
+    near(weights(trainer), (plain.model.a.item(), plain.model.b.item()))
+    refused = line(config(stage), **how)
+    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau follows a metric.*optimizer section"):
+        refused.train()
+
+
 def a_configuration_is_forgotten_with_its_trainer(stage: int) -> None:
     trainer = line(config(stage))
     assert is_deepspeed_zero3_enabled() == (stage == 3)
@@ -217,18 +232,19 @@ def steps_that_overflow_are_skipped_and_their_rate_is_logged(stage: int) -> None
 
 
 class Small(Trainer):
-    """Has no memory for more than four samples."""
+    """Has no memory for more than four samples, and notices it in the middle of a step."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *more: Any, **named: Any) -> torch.Tensor:
-        if len(inputs["labels"]) > 4:
+        if len(inputs["labels"]) > 4 and self.accelerator.sync_gradients:
             raise RuntimeError("CUDA out of memory. Tried to allocate")
         return super().training_step(model, inputs, *more, **named)
 
 
 def a_batch_size_that_fits_is_found(stage: int) -> None:
-    trainer = line(config(stage), kind=Small, auto_find_batch_size=True, per_device_train_batch_size=16, max_steps=3)
+    how = {"gradient_accumulation_steps": 2, "max_steps": 3}
+    trainer = line(config(stage), kind=Small, auto_find_batch_size=True, per_device_train_batch_size=9, **how)
     trainer.train()
-    plain = line(None, per_device_train_batch_size=4, max_steps=3)
+    plain = line(None, per_device_train_batch_size=4, **how)
     plain.train()
     near(weights(trainer), (plain.model.a.item(), plain.model.b.item()))
 
@@ -362,6 +378,7 @@ CASES: tuple[tuple[Callable[[int], None], tuple[int, ...]], ...] = (
     (values_that_differ_from_the_arguments_are_named, TWO),
     (optimizers_and_schedulers_of_either_side_give_the_same_line, THREE),
     (an_optimizer_of_another_kind_is_taken_or_refused_by_name, TWO),
+    (a_schedule_that_follows_a_metric_is_stepped_or_refused, TWO),
     (a_configuration_is_forgotten_with_its_trainer, BOTH),
     (accumulated_gradients_give_the_same_line, THREE),
     (steps_that_overflow_are_skipped_and_their_rate_is_logged, THREE),

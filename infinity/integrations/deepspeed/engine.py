@@ -24,6 +24,7 @@ from infinity.integrations.deepspeed.comm import check_accelerate, check_initial
 from infinity.integrations.deepspeed.deepspeeds_settings import check_setting
 from infinity.integrations.deepspeed.logs import log_dist, logger
 from infinity.integrations.deepspeed.misuse import AssertedConfigError, AssertedError
+from infinity.integrations.deepspeed.one_save import expect_any_save, expect_save_of_rank_0
 from infinity.integrations.deepspeed.optimizers import DeepSpeedZeroOptimizer_Stage3, NamedOptimizer, optimizer_class
 from infinity.integrations.deepspeed.parameters import mark
 from infinity.integrations.deepspeed.script_engine import Engine
@@ -273,6 +274,11 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         )
         return None if path is None else str(path), client_state
 
+    def close(self) -> None:
+        """As the engine's."""
+        expect_any_save(self.module)
+        super().close()
+
     def save_16bit_model(  # type: ignore[override]
         self,
         save_dir: str | Path,
@@ -315,6 +321,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         keeps = self.global_rank == 0
         found = {name: value for name, value in super().named_parameters() if keeps}
         if not keeps:
+            expect_save_of_rank_0(self.module)
             return None
         state = {
             name: param.detach().clone() if name not in found else found[name]
