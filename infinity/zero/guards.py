@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import starmap
 from operator import eq
+from types import FrameType
 from typing import Any
 
 import torch
@@ -157,6 +159,15 @@ class Guards:
             self._saving = False
             if loan is not None:
                 loan.end()
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Collect a `state_dict` for its names in this context, on this rank alone: it has no values."""
+        before, self._saving = self._saving, True
+        try:
+            yield
+        finally:
+            self._saving = before
 
     @contextmanager
     def copying(self, module: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
@@ -399,7 +410,7 @@ class _Seam:
         module, guards = self._both()
         if guards is None:
             return self._of_torch(module, "state_dict", *args, **kwargs)
-        with guards.saving(module):
+        with guards.naming() if _wants_names(sys._getframe(1)) else guards.saving(module):
             return self._of_torch(module, "state_dict", *args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -472,6 +483,11 @@ def _without_hooks(module: nn.Module, original: nn.Module) -> nn.Module:
 
 def _is_of_this_package(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(__name__.partition(".")[0] + ".")
+
+
+def _wants_names(caller: FrameType) -> bool:
+    """Whether it is PEFT, which asks `modules_to_save` for the names of their parameters, on rank 0 when it saves."""
+    return caller.f_globals.get("__name__") == "peft.utils.other" and caller.f_code.co_name.startswith("adapter_state")
 
 
 def _drop_gradient(param: torch.Tensor) -> None:
