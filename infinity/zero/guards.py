@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError
+from infinity.zero.adapters import asks_for_names
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_reads import GraphPosition, leaves_read_since
@@ -157,6 +159,15 @@ class Guards:
             self._saving = False
             if loan is not None:
                 loan.end()
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Collect a `state_dict` for its names in this context, on this rank alone: it has no values."""
+        before, self._saving = self._saving, True
+        try:
+            yield
+        finally:
+            self._saving = before
 
     @contextmanager
     def copying(self, module: nn.Module, memo: dict[int, Any]) -> Iterator[None]:
@@ -399,7 +410,7 @@ class _Seam:
         module, guards = self._both()
         if guards is None:
             return self._of_torch(module, "state_dict", *args, **kwargs)
-        with guards.saving(module):
+        with guards.naming() if asks_for_names(sys._getframe(1)) else guards.saving(module):
             return self._of_torch(module, "state_dict", *args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

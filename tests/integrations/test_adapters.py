@@ -237,3 +237,22 @@ def test_ranks_save_and_load_together(tmp_path) -> None:
     assert loss_of(loaded, ids).item() == expected
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert loss_of(merged, ids).item() == pytest.approx(expected, rel=1e-5)
+
+
+def _named_on_rank_0(path: Path) -> list[str]:
+    model = wrapped(tiny_llama(), modules_to_save=["lm_head"])
+    with engine_of(model, FP32, Placement("nvme", "nvme", path)):
+        values = model.state_dict()
+        found = {}
+        if torch.distributed.get_rank() == 0:
+            found = peft.get_peft_model_state_dict(model, values, save_embedding_layers=False)
+        torch.distributed.barrier()
+        assert all(value.isfinite().all() for value in found.values())
+        return sorted(found)
+
+
+def test_rank_0_alone_can_name_what_peft_saves_beside_adapters(tmp_path) -> None:
+    """As Trainer saves, whose other ranks have given their values by then."""
+    names, none = run_ranks(2, _named_on_rank_0, tmp_path, path=tmp_path)
+    assert "base_model.model.lm_head.weight" in names
+    assert none == []
