@@ -61,7 +61,10 @@ def test_no_configuration_is_needed_and_the_model_continues_a_text(workspace, ca
 
 @pytest.mark.parametrize(("bf16_s", "chosen"), [(1.2, "bf16"), (4.0, "fp32")])
 def test_the_precision_is_measured_where_nobody_names_one(bf16_s, chosen, workspace, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(precision, "_layer", lambda device, dtype: lambda: 1.0 if dtype is torch.float32 else bf16_s)
+    def products(device, dtype):
+        return [lambda: 1.0 if dtype is torch.float32 else bf16_s]
+
+    monkeypatch.setattr(precision, "_layer", products)
     auto = {"bf16": {"enabled": "auto"}, "optimizer": {"type": "AdamW"}, "train_micro_batch_size_per_gpu": 1}
     (workspace / "auto.json").write_text(json.dumps(auto))
     command = ["train", "gpt2:tiny", str(workspace / "text.txt"), "--steps", "1", "--seq-len", "64", "--no-save"]
