@@ -238,7 +238,9 @@ class Updates:
         for unit, vote in voted[: len(voted) - open_votes]:
             del self._final[unit]
             finite = self._gradients.is_finite(vote)
-            unit.running.waits |= unit.running.lacks_part
+            if unit.running.lacks_part and not unit.running.waits:
+                unit.running.waits = True
+                self.under_way |= finite  # a rank that lacks no part updates the unit now
             if not (finite and unit.running.waits):
                 self._update_final(unit, finite=finite)
         return len(voted) > open_votes

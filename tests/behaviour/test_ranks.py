@@ -294,13 +294,15 @@ class Again(nn.Module):
 
     Args:
         where: the ranks on which it does so.
+        trained: number of layers that are trained, the last ones.
     """
 
-    def __init__(self, after: int = 3, where: tuple[int, ...] = (0, 1)) -> None:
+    def __init__(self, after: int = 3, where: tuple[int, ...] = (0, 1), trained: int = 7) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.after, self.where = after, where
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(7))
+        self.layers[: 7 - trained].requires_grad_(False)
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
@@ -348,6 +350,8 @@ def train_again(models: list[tuple[nn.Module, list[Case]]], data: torch.Tensor) 
                     engine.backward(engine(x, rank))
                     engine.step()
                 except infinity.InfinityError as error:
+                    with pytest.raises(infinity.InfinityError, match="has stopped after an error"):
+                        engine.zero_grad()
                     return Trained(refusal=str(error))
             return Trained(dict(engine.named_parameters()))
 
@@ -357,7 +361,8 @@ def train_again(models: list[tuple[nn.Module, list[Case]]], data: torch.Tensor) 
 def test_gradients_in_parts_update_a_unit_once_on_all_ranks_or_are_refused_by_all(tmp_path) -> None:
     """A unit's second gradient comes before the ranks vote on the first one, during the vote, or after it.
 
-    If one rank alone gets one, the others learn it before they vote, or at the end of the pass.
+    If one rank alone gets one, the others learn it before they vote, or at the end of the pass. After a refusal no rank
+    goes on.
     """
     data = torch.randn(2 * STEPS, 4, 16)
 
@@ -374,7 +379,12 @@ def test_gradients_in_parts_update_a_unit_once_on_all_ranks_or_are_refused_by_al
         (Constant(), at(0, 1)),
         (Constant(), at(2, schedule="speculative")),
     ]
-    refused = [(Again(6), at(1, 3)), (Again(3, where=(0,)), at(0, 2)), (Again(6, where=(1,)), at(0))]
+    refused = [
+        (Again(6), at(1, 3)),
+        (Again(3, where=(0,)), at(0, 2)),
+        (Again(2, where=(0,), trained=3), at(0)),  # rank 0 updates nothing before it learns that rank 1 has
+        (Again(6, where=(1,)), at(0)),
+    ]
     found = run_ranks(2, train_again, right + refused, data, path=tmp_path)
     for of_rank in found:
         for (model, cases), trained in zip(right, of_rank[: len(right)], strict=True):
