@@ -255,7 +255,7 @@ class Guards:
             return
         param = places[0].param
         # Random, so that memory which `fn` only allocates has other values.
-        probe = torch.rand(4, generator=_probes).to(param.device, param.dtype)
+        probe = torch.rand(4, generator=_probes, device="cpu").to(param.device, param.dtype)
         before, was_shared = probe.clone(), probe.is_shared()
         with torch.no_grad():
             result = fn(probe)

@@ -55,9 +55,15 @@ def test_a_trace_is_refused_where_parameters_leave_memory(tmp_path) -> None:
         train_on(engine, DATA[:1])
 
 
+def beside_a_default_device(module: nn.Module) -> nn.Module:
+    with torch.device("meta"):
+        return module.to("cpu")
+
+
 NO_CHANGE: dict[str, Callable[[nn.Module], Any]] = {
     "to-device": lambda module: module.to("cpu"),
     "to-first-device": lambda module: module.to("cpu:0"),
+    "beside-a-default-device": beside_a_default_device,
     "cpu": lambda module: module.cpu(),
     "bfloat16": lambda module: module.bfloat16(),
     "to-dtype": lambda module: module.to(torch.bfloat16),
