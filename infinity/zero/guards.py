@@ -421,15 +421,12 @@ class _Seam:
         if owner is not None:
             owner.model_was_zeroed()
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
         """Compile the module without the engine's hooks, see [Note: compiled modules]."""
         module, guards = self._both()
         owner = None if guards is None else guards.owner
         compile_it = partial(self._of_torch, module, "compile", *args, **kwargs)
-        if owner is None:
-            compile_it()
-        else:
-            owner.compile_module(module, compile_it)
+        return compile_it() if owner is None else owner.compile_module(module, compile_it)
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy without hooks and guards of the engine."""

@@ -65,8 +65,8 @@ class Owner(Protocol):
     def model_was_zeroed(self) -> None:
         """Called by the model's own `zero_grad`."""
 
-    def compile_module(self, module: nn.Module, compile_it: Callable[[], object]) -> None:
-        """Called by the own `compile` of the model or a module of it."""
+    def compile_module(self, module: nn.Module, compile_it: Callable[[], object]) -> object:
+        """Called by the own `compile` of the model or a module of it. Return the result of `compile_it`."""
 
 
 @dataclass(frozen=True, eq=False)

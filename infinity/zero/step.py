@@ -162,16 +162,19 @@ class Step(Listener):
         blocks = [model.get_submodule(name) for name in self._runtime.partition.blocks or ("",)]
         self.compile_modules(model, {block: partial(type(block).compile, block, **how) for block in blocks})
 
-    def compile_modules(self, model: nn.Module, compiles: Mapping[nn.Module, Callable[[], object]]) -> None:
-        """Compile modules of the model, each by its function, and register the hooks again. Raises as above."""
+    def compile_modules(self, model: nn.Module, compiles: Mapping[nn.Module, Callable[[], object]]) -> list[object]:
+        """Compile modules of the model, each by its function, and register the hooks again. Raises as above.
+
+        Returns:
+            What the functions have returned.
+        """
         self.check_boundary("engine.compile()")
         if self.layer_major is not None:
             raise InfinityError(
                 'engine.compile() is not possible with tiering.accumulation "layer": compile the blocks before '
                 "initialize"
             )
-        for compile_one in compiles.values():
-            compile_one()
+        results = [compile_one() for compile_one in compiles.values()]
         try:
             refuse_cuda_graphs(model, fixed=self._runtime.addresses_stay)
         except ConfigError:
@@ -181,6 +184,7 @@ class Step(Listener):
         if not self.hooks.are_left_out:
             self.hooks.remove()
             self.hooks = self._watch(model)
+        return results
 
     def continue_from(self, before: Step) -> None:
         """Continue with the counts and states of the closed `Step` of the same model."""

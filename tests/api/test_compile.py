@@ -164,6 +164,21 @@ def test_modules_of_an_engine_can_be_compiled_by_themselves(steps_before, tmp_pa
     engine.module.lm_head.compile(backend=backend)
 
 
+class Configured(nn.Linear):
+    """Its `compile` is as that of other frameworks' models, and returns the module."""
+
+    def compile(self, *, metrics: tuple[str, ...]) -> Configured:  # type: ignore[override]
+        self.metrics = metrics
+        return self
+
+
+def test_a_modules_own_compile_returns_what_it_returns_without_an_engine() -> None:
+    model = nn.Sequential(Configured(4, 4))
+    with infinity.initialize(model, {"train_batch_size": 1})[0]:
+        assert model[0].compile(metrics=("loss",)) is model[0]
+        assert model[0].metrics == ("loss",)
+
+
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_an_engine_compiles_its_blocks(steps_before, tmp_path) -> None:
     config = config_of("moves", tmp_path)
