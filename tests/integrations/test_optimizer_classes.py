@@ -169,3 +169,22 @@ def test_another_schedule_may_take_its_place() -> None:
         engine.step()
         assert engine.get_lr() == [before / 2]
         assert engine.lr_scheduler.last_epoch == 1
+
+
+class ScheduleOfTransformers(torch.optim.lr_scheduler.LambdaLR):
+    """As GreedyLR and AdafactorSchedule, which are no functions that make a schedule."""
+
+    __module__ = "transformers.optimization"
+
+
+def test_a_schedule_of_a_class_of_transformers_is_taken_over() -> None:
+    model = Heads()
+    given = torch.optim.AdamW(model.parameters(), lr=1.0)
+    schedule = ScheduleOfTransformers(given, lambda step: 0.5**step)
+    engine, optimizer, _, returned = initialize(model=model, optimizer=given, lr_scheduler=schedule, config=CONFIG)
+    with engine:
+        assert returned is schedule
+        backward(engine)
+        engine.step()
+        assert optimizer is not None
+        assert optimizer.param_groups[0]["lr"] == 0.5

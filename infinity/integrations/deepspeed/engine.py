@@ -34,7 +34,7 @@ from infinity.integrations.deepspeed.zero_to_fp32 import SCRIPT, SCRIPT_NAME
 from infinity.optim.adamw import AdamW
 from infinity.optim.kinds import KINDS
 from infinity.optim.optimizer import TieredOptimizer
-from infinity.optim.torch_schedules import advances_by_itself
+from infinity.optim.torch_schedules import advances_by_itself, is_factory
 from infinity.zero.leaf_modules import get_z3_leaf_modules
 from infinity.zero.param_access import owner_of
 
@@ -387,7 +387,7 @@ def _steppable(make: Any) -> Any:
 
     accelerate leaves stepping to the engine: it wraps the returned schedule in an object whose `step` does nothing.
     """
-    if not str(getattr(make, "__module__", "")).startswith("transformers."):
+    if not is_factory(make) or not str(getattr(make, "__module__", "")).startswith("transformers."):
         return make
 
     def checked(optimizer: torch.optim.Optimizer) -> Any:
