@@ -81,6 +81,9 @@ _NOT_TRACED = (
 )
 
 
+_Hook = Callable[..., Any]
+
+
 class Listener:
     """The receiver of the hooks' events; this one ignores them."""
 
@@ -143,7 +146,7 @@ class Hooks:
         self._thread_calls = _ThreadCalls()
         self._begun = _BegunCalls(listener)
         self._alone = alone
-        self._trained: list[tuple[nn.Parameter, int]] = []  # and the key of its hook
+        self._trained: list[tuple[nn.Parameter, dict[int, _Hook]]] = []  # and its hook by key
         self._trained_ids: set[int] = set()
         self._counting = False
         self._outermost: int | None = None  # autograd's number of the running backward pass
@@ -161,14 +164,14 @@ class Hooks:
                 if info.trainable:
                     self._watch_parameter(param, unit, index)
         self._reads = ParameterReads(self._unit_of, lent, self)
-        ends: dict[nn.Module, list[int]] = {}  # the keys of our hooks after forward, in their order
+        ends: dict[nn.Module, dict[int, _Hook]] = {}  # our hooks after forward by key, in their order
         for point in partition.hook_points:
             of_module, module = tuple(units[i] for i in point.units), model.get_submodule(point.module_name)
             ends[module] = self._watch_module(module, of_module, moving=point.moving)
         for module, widened in normalisations(model):  # after `enter`, which brings the values
             self._handles.append(module.register_forward_pre_hook(widened.lend))
             self._handles.append(module.register_forward_hook(widened.take_back, always_call=True))
-            ends.get(module, []).append(self._handles[-1].id)
+            ends.get(module, {})[self._handles[-1].id] = widened.take_back
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -237,25 +240,23 @@ class Hooks:
 
     # Forward #
 
-    def _watch_module(self, module: nn.Module, units: tuple[Unit, ...], *, moving: bool) -> list[int]:
+    def _watch_module(self, module: nn.Module, units: tuple[Unit, ...], *, moving: bool) -> dict[int, _Hook]:
         """Watch the module's calls.
 
         The user's hooks run between `before` and `after`, because they may read the module's parameters: such reads
         then belong to this call, and not to its caller's.
 
         Returns:
-            The keys of hooks that stay the last after the module's forward, in their order; the caller may append some.
+            The hooks that stay the last after the module's forward, by key; the caller may append some.
         """
         followed = [unit for unit in units if unit.calls.followed]
-        ends: list[int] = []
+        ends: dict[int, _Hook] = {}
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if moving and torch._C._is_tracing():
                 raise InfinityError(_NOT_TRACED)
-            table, last = module._forward_hooks, ends[-1]
-            if last in table and next(reversed(table)) != last:  # the user has registered hooks since
-                for key in ends:
-                    table[key] = table.pop(key)
+            if self._handles:
+                _move_to_end(module._forward_hooks, ends)  # the user may have registered hooks since
             # First: asking for the node of a view that was changed in place makes autograd create it.
             inputs = _recorded(_tensors(args, kwargs)) if moving and torch.is_grad_enabled() else []
             call = _Call(module, units, followed, self._begun)
@@ -299,7 +300,7 @@ class Hooks:
             before, after = left_out(before), left_out(after)
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        ends.append(self._handles[-1].id)
+        ends[self._handles[-1].id] = after
         return ends
 
     def _refuse_views(self, output: Any) -> None:
@@ -392,19 +393,28 @@ class Hooks:
 
         handle = param.register_post_accumulate_grad_hook(ready)
         self._handles.append(handle)
-        self._trained.append((param, handle.id))
+        self._trained.append((param, {handle.id: ready}))
         self._trained_ids.add(id(param))
 
     def _let_users_hooks_come_first(self) -> None:
         """Move our hooks behind newer hooks on `param.grad`, so that these can see and change it first.
 
-        Unlike hooks of modules, these have no `prepend` argument. torch calls them in order of insertion into this
-        table, and its own loop takes the table as a plain dict, so `move_to_end` would have no effect.
+        Unlike hooks of modules, these have no `prepend` argument.
         """
-        for param, key in self._trained:
-            table = param._post_accumulate_grad_hooks
-            if len(table) > 1 and next(reversed(table)) != key:
-                table[key] = table.pop(key)
+        for param, ours in self._trained:
+            _move_to_end(param._post_accumulate_grad_hooks, ours)
+
+
+def _move_to_end(table: dict[int, _Hook], ours: dict[int, _Hook]) -> None:
+    """Move our hooks to the end of torch's table, in their order.
+
+    torch calls hooks in order of insertion, and its own loops take the table as a plain dict, so
+    `OrderedDict.move_to_end` would have no effect. An interrupt may leave a hook out, until the next call.
+    """
+    if next(reversed(table), None) != next(reversed(ours)):
+        for key, hook in ours.items():
+            table.pop(key, None)
+            table[key] = hook
 
 
 def _may_be_repeated() -> bool:

@@ -31,7 +31,7 @@ from infinity.telemetry import StallCause
 from infinity.tiers import GradStore, Link, Params, SameMemory, UnitGrads
 from infinity.tiers.copies import Move
 from infinity.tiers.unit_params import UnitParams
-from infinity.zero import GatheredParameters
+from infinity.zero import GatheredParameters, hooks
 from infinity.zero.executor import Executor
 from infinity.zero.foresight import Foresight
 from infinity.zero.in_flight import InFlight
@@ -331,6 +331,59 @@ def test_a_failed_forward_takes_no_other_mode_off_the_stack(left, tmp_path) -> N
             _pop_mode()
         one_step(engine, AT)
         assert _get_current_function_mode_stack() == [outer]
+
+
+def test_an_interrupt_between_instructions_that_order_hooks_loses_none(tmp_path) -> None:
+    """Python takes signals also within a line. The user's newer hooks are moved before the engine's in each step."""
+    left = [0]
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return local
+
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not hooks._move_to_end.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        return local
+
+    def step_with_new_hooks(engine: infinity.Engine, step: int, instruction: int) -> bool:
+        """Whether the step was interrupted, and made again."""
+        block = engine.module.blocks[1]
+        modules = [engine.module, block]
+        handles = [each.register_forward_hook(lambda *_: None) for each in modules]
+        handles += [p.register_post_accumulate_grad_hook(lambda _: None) for p in block.parameters()]
+        left[0] = instruction
+        sys.settrace(enter)
+        try:
+            one_step(engine, step)
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            engine.zero_grad()
+            one_step(engine, step)
+            return True
+        finally:
+            sys.settrace(None)
+            for handle in handles:
+                handle.remove()
+        return False
+
+    case = Case("deferred", "cpu")
+    with engine_at(case, tmp_path) as engine:
+        hooks_before = [len(each._forward_hooks) for each in engine.module.modules()]
+        step = AT
+        while step_with_new_hooks(engine, step, 1 + 3 * (step - AT)):
+            step += 1
+        assert step - AT > 20
+        assert [len(each._forward_hooks) for each in engine.module.modules()] == hooks_before
+        interrupted = State.of(engine)
+    with engine_at(case, tmp_path) as engine:
+        for each in range(AT, step + 1):
+            one_step(engine, each)
+        assert State.of(engine).equals(interrupted)
 
 
 @pytest.mark.parametrize("case", CASES)
