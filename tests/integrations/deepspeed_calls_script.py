@@ -286,10 +286,16 @@ def check_the_save_of_what_rank_0_has() -> None:
         assert (state is None) == (not main or not given)
         copied = deepcopy(engine.module)
         more = {"state_dict": state} if given else {}
-        done = [model.save_pretrained("", is_main_process=main, **more) for model in (engine.module, copied)]
-        assert done == [None if given and not main else "saved"] * 2
+        models = (engine.module, copied, engine.module)  # the same values can be saved twice
+        done = [model.save_pretrained("", is_main_process=main, **more) for model in models]
+        assert done == [None if given and not main else "saved"] * 3
         assert (engine.module.saved is not None) == main
         comm.barrier()
+    engine._zero3_consolidated_16bit_state_dict()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    done = engine.module.save_pretrained("", is_main_process=main, state_dict=None)  # the values of now, by all ranks
+    assert done == "saved"
     engine._zero3_consolidated_16bit_state_dict()
     engine.destroy()
     assert "save_pretrained" not in vars(engine.module)

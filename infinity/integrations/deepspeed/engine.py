@@ -141,6 +141,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in `infinity.Engine`."""
         if self.training:
+            expect_any_save(self.module)  # values that were collected before are old
             self.tput_timer.start()
         return super().forward(*args, **kwargs)
 

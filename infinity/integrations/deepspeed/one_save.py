@@ -11,7 +11,7 @@ _NAME = "save_pretrained"
 
 
 class SaveOfRank0:
-    """`model.save_pretrained` for one call, on a rank that was given no values.
+    """`model.save_pretrained` until the next training forward, on a rank that was given no values.
 
     Every rank calls `model.save_pretrained(..., state_dict=accelerator.get_state_dict(model))`, as accelerate documents
     it, and at stage 3 the state dict is None on other ranks than 0. transformers and PEFT would then collect the
@@ -23,17 +23,20 @@ class SaveOfRank0:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model()
-        expect_any_save(model)
         if kwargs.get("state_dict", self) is None and not kwargs.get("is_main_process", True):
             return None
-        return model.save_pretrained(*args, **kwargs)
+        expect_any_save(model)
+        try:
+            return model.save_pretrained(*args, **kwargs)
+        finally:
+            expect_save_of_rank_0(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SaveOfRank0:
         return SaveOfRank0(memo[id(self._model())])
 
 
 def expect_save_of_rank_0(model: nn.Module) -> None:
-    """Let the next `model.save_pretrained` be one of `SaveOfRank0`, if the model has such a method."""
+    """Let calls of `model.save_pretrained` be those of `SaveOfRank0`, if the model has such a method."""
     if hasattr(model, _NAME):
         vars(model).setdefault(_NAME, SaveOfRank0(model))
 
