@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.errors import ConfigError
 
@@ -38,6 +39,8 @@ def rebind(scheduler: Any, given: torch.optim.Optimizer | None, optimizer: torch
 
 def advances_by_itself(scheduler: Any) -> bool:
     """Whether `step()` needs no argument from the training loop, as torch's ReduceLROnPlateau needs a metric."""
+    if isinstance(scheduler, ReduceLROnPlateau):  # a subclass may give the metric a default, for other callers
+        return False
     try:
         signature(scheduler.step).bind()
     except TypeError:

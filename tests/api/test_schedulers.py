@@ -64,6 +64,15 @@ class Follower:
         self.best = state["best"]
 
 
+class Plateau(schedules.ReduceLROnPlateau):
+    """As one that can also be called without a metric, which the engine must not do."""
+
+    def step(self, metrics: float | None = None, epoch: int | None = None) -> None:  # type: ignore[override]
+        if metrics is None:
+            raise TypeError("the engine has called this")
+        super().step(metrics, epoch)
+
+
 FOLLOWERS = (schedules.ReduceLROnPlateau, Follower)
 
 MAKERS: dict[str, Make] = {
@@ -85,6 +94,7 @@ MAKERS: dict[str, Make] = {
     "SWALR": partial(SWALR, swa_lr=0.02, anneal_epochs=4),
     "one that reads the optimizer's defaults": _of_the_defaults,
     "one of a library that follows a metric": Follower,
+    "one with a default for its metric": partial(Plateau, patience=1, factor=0.5),
 }
 
 
