@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from copy import deepcopy
 from typing import Any
 
@@ -286,6 +287,7 @@ def check_the_save_of_what_rank_0_has() -> None:
         assert (state is None) == (not main or not given)
         copied = deepcopy(engine.module)
         more = {"state_dict": state} if given else {}
+        assert pickle.loads(pickle.dumps(copied)).save_pretrained("") == "saved"
         models = (engine.module, copied, engine.module)  # the same values can be saved twice
         done = [model.save_pretrained("", is_main_process=main, **more) for model in models]
         assert done == [None if given and not main else "saved"] * 3

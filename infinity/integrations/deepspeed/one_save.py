@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,11 @@ class SaveOfRank0:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SaveOfRank0:
         return SaveOfRank0(memo[id(self._model())])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a copy of the model be pickled, whose `save_pretrained` is then that of its class."""
+        model: Any = self._model()
+        return partial, (getattr(type(model), _NAME), model)
 
 
 def expect_save_of_rank_0(model: nn.Module) -> None:
