@@ -182,8 +182,12 @@ class Step(Listener):
                 module._compiled_call_impl = None
             raise
         if not self.hooks.are_left_out:
-            self.hooks.remove()
-            self.hooks = self._watch(model)
+            try:
+                self.hooks.remove()
+                self.hooks = self._watch(model)
+            except BaseException as error:  # an interrupt: the model has lost hooks
+                self.fail(error)
+                raise
         return results
 
     def continue_from(self, before: Step) -> None:

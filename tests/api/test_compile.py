@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import infinity
+from infinity.zero.step import Step
 from tests.api.placements import config_of
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_llama, train_on
 
@@ -162,6 +163,19 @@ def test_modules_of_an_engine_can_be_compiled_by_themselves(steps_before, tmp_pa
     assert "compile" not in vars(inner.norm)
     assert 0 < backend.graphs < 20
     engine.module.lm_head.compile(backend=backend)
+
+
+def test_an_interrupt_while_hooks_are_registered_again_stops_the_engine(monkeypatch, tmp_path) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with infinity.initialize(model=tiny_llama(), config=config_of("moves", tmp_path))[0] as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Step, "_watch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.module.lm_head.compile(backend="eager")
+        with pytest.raises(infinity.InfinityError, match="has stopped after an error"):
+            train_on(engine, DATA[:1])
 
 
 class Configured(nn.Linear):
