@@ -402,7 +402,8 @@ class Hooks:
         Unlike hooks of modules, these have no `prepend` argument.
         """
         for param, ours in self._trained:
-            _move_to_end(param._post_accumulate_grad_hooks, ours)
+            if param._post_accumulate_grad_hooks.keys() != ours.keys():
+                _move_to_end(param._post_accumulate_grad_hooks, ours)
 
 
 def _move_to_end(table: dict[int, _Hook], ours: dict[int, _Hook]) -> None:
