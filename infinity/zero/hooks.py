@@ -232,6 +232,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._trained.clear()  # its hooks refer to this object
         self._reads.end()  # in the middle of a forward pass, the removed hooks would have ended it
         try:
             self.end_backward()
