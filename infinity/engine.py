@@ -455,9 +455,9 @@ class Engine(Accessors):
         """Drop the gradients of a failed pass, because the model's own `zero_grad` was called."""
         self._step.drop_failed()
 
-    def compile_module(self, module: nn.Module, compile_it: Callable[[], object]) -> object:
-        """Compile a module of the model, because its own `compile` was called. Return the result of `compile_it`."""
-        return self._step.compile_modules(self.module, {module: compile_it})[0]
+    def compiling(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return the context in which a module of the model is compiled, because its own `compile` was called."""
+        return self._step.compiling(self.module, module)
 
     def finish_updates(self, what: str) -> None:
         """Finish pending updates, because `what` reads the parameters."""

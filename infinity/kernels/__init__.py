@@ -8,6 +8,7 @@ from infinity.kernels.machine import (
     set_threads,
     share_threads,
     thread_count,
+    torch_threads,
     use_instruction_set,
 )
 from infinity.kernels.nodes import cpus_near
@@ -60,6 +61,7 @@ __all__ = [
     "split_master",
     "store_moment",
     "thread_count",
+    "torch_threads",
     "update",
     "update_in_torch",
     "update_on_device",

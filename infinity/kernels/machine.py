@@ -1,10 +1,12 @@
-"""The instruction set and the number of threads of the kernels; results do not depend on them."""
+"""The instruction set of the kernels, and the number of threads; the kernels' results do not depend on them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
 
 from infinity.kernels._native import _adam
 
@@ -21,6 +23,17 @@ def set_threads(count: int) -> None:
     global _chosen
     _chosen = True
     _adam.set_thread_count(count)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use `count` threads in this context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def share_threads(processes: int, *, launches: bool, near: Collection[int] = ()) -> None:

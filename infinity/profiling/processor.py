@@ -29,14 +29,13 @@ def thread_counts(most: int) -> list[int]:
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """Set the number of threads of the optimizer's kernels and of torch in this context."""
-    before = kernels.thread_count(), torch.get_num_threads()
+    before = kernels.thread_count()
     kernels.set_threads(count)
-    torch.set_num_threads(count)
     try:
-        yield
+        with kernels.torch_threads(count):
+            yield
     finally:
-        kernels.set_threads(before[0])
-        torch.set_num_threads(before[1])
+        kernels.set_threads(before)
 
 
 def optimizer_rates(numel: int, counts: list[int], progress: Callable[[str], None]) -> tuple[list[Rates], list[Rates]]:

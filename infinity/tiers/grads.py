@@ -161,7 +161,7 @@ class GradStore:
 
     Attributes:
         streams: the first gradients of a step are downloaded while the device computes, which measures them.
-        units: by index.
+        units: all units, by index.
         dtype: dtype in which gradients are held (float32 if they are accumulated over micro-batches).
         leased: units that lease memory, or have a slot, for their copies, by number; the longest first.
     """

@@ -61,7 +61,7 @@ class Params:
         ledger: counts device memory for units that are fetched and evicted.
         through_host: units that are being fetched to the device through host memory, oldest first. The HOST copy of
             each is pinned.
-        units: by index.
+        units: all units, by index.
         critical: see [Note: critical sections] in critical_section.py.
     """
 

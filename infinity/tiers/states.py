@@ -130,7 +130,7 @@ class StateStore:
         double_buffered: whether tiles whose home is NVMe are double-buffered.
 
     Attributes:
-        units: by index.
+        units: all units, by index.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Gradients:
     """The gradients of the current step. They are added and measured by part: a parameter of a unit, or the unit.
 
     Args:
-        units: by index.
+        units: all units, by index.
         sums: sums over micro-batches on the device, as far as there is room.
         parts: the other parts of a model that tensor parallelism divides.
         streams: whether gradients, or their norms, leave the device while it computes.

@@ -19,8 +19,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from itertools import starmap
 from operator import eq
 from typing import Any
@@ -39,7 +38,7 @@ from infinity.zero.param_access import LentParams, Owner, Place, by_unit, check_
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
-_probes = torch.Generator()  # of its own, so that torch's random states stay as they are
+_probes = torch.Generator()  # a generator of our own, so that torch's random states do not change
 
 
 class Guards:
@@ -162,7 +161,7 @@ class Guards:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Collect a `state_dict` for its names in this context, on this rank alone: it has no values."""
+        """Collect the names of a `state_dict` in this context, on this rank alone. Its entries have no values."""
         before, self._saving = self._saving, True
         try:
             yield
@@ -254,7 +253,7 @@ class Guards:
         if not places:
             return
         param = places[0].param
-        # Random, so that memory which `fn` only allocates has other values.
+        # Random values show whether `fn` returns new memory without copying them.
         probe = torch.rand(4, generator=_probes, device="cpu").to(param.device, param.dtype)
         before, was_shared = probe.clone(), probe.is_shared()
         with torch.no_grad():
@@ -425,8 +424,8 @@ class _Seam:
         """Compile the module without the engine's hooks, see [Note: compiled modules]."""
         module, guards = self._both()
         owner = None if guards is None else guards.owner
-        compile_it = partial(self._of_torch, module, "compile", *args, **kwargs)
-        return compile_it() if owner is None else owner.compile_module(module, compile_it)
+        with nullcontext() if owner is None else owner.compiling(module):
+            return self._of_torch(module, "compile", *args, **kwargs)
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy without hooks and guards of the engine."""

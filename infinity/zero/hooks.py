@@ -80,7 +80,6 @@ _NOT_TRACED = (
     "of engine.save_16bit_model) into a model without an engine, and trace that model"
 )
 
-
 _Hook = Callable[..., Any]
 
 
@@ -118,12 +117,13 @@ class Hooks:
     """All hooks of one engine; `remove` removes them.
 
     Args:
-        units: by index.
+        units: all units, by index.
         lent: identities of lent parameters.
         alone: whether there is one rank, so that events need not come in the same order as on other ranks.
 
     Attributes:
         thread: the thread that runs the model's forward.
+        left_out_of_compile: whether torch leaves the hooks out when it compiles a module, see compiled.py.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class Hooks:
         self._model = model
         self.thread = OneThread()
         self._listener = listener
-        self.are_left_out = is_compiled(model)  # of compilation
+        self.left_out_of_compile = is_compiled(model)
         self._handles: list[RemovableHandle] = []
         self._units = units
         self._calls: list[_Call] = []
         self._thread_calls = _ThreadCalls()
         self._begun = _BegunCalls(listener)
         self._alone = alone
-        self._trained: list[tuple[nn.Parameter, dict[int, _Hook]]] = []  # and its hook by key
+        self._trained: list[tuple[nn.Parameter, dict[int, _Hook]]] = []  # each parameter with its hook, by key
         self._trained_ids: set[int] = set()
         self._counting = False
         self._outermost: int | None = None  # autograd's number of the running backward pass
@@ -297,7 +297,7 @@ class Hooks:
                 for tensor in _recorded_with_bases(output, (args, kwargs)):
                     tensor.register_hook(self._backward_begins)
 
-        if self.are_left_out:
+        if self.left_out_of_compile:
             before, after = left_out(before), left_out(after)
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))

@@ -31,7 +31,7 @@ class OutsideUnits:
         for param in self._model.parameters():
             if not has_numbers(param) and not is_distributed(param):
                 self._parameters.append((param, param.data))
-                param.data = _from_rank_0(param.data.to(device, copy=ranks.size > 1), ranks)
+                param.data = _placed(param.data, device, param.dtype, ranks)
         placed: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # modules that share a buffer share it afterwards, too
         for module in self._model.modules():
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
@@ -39,7 +39,7 @@ class OutsideUnits:
                 target = buffer.dtype if _keeps_its_dtype(module, name, buffer) else dtype
                 key = id(buffer), target
                 if key not in placed:
-                    placed[key] = _from_rank_0(_copy_on(buffer, device, target, ranks), ranks)
+                    placed[key] = _placed(buffer, device, target, ranks)
                 module._buffers[name] = placed[key]
 
     def give_back(self) -> None:
@@ -76,14 +76,15 @@ def codes(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.detach() for name, param in model.named_parameters() if not has_numbers(param)}
 
 
-def _copy_on(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
-    """Return the tensor on the device; one without values if it is on meta. On one rank it may be the tensor itself."""
+def _placed(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> torch.Tensor:
+    """Return the tensor on the device, with the values of rank 0. On one rank it may be the tensor itself.
+
+    On other ranks than rank 0 the given tensor may be on meta.
+    """
     if tensor.is_meta:
-        return torch.empty(tensor.shape, dtype=dtype, device=device)
-    return tensor.to(device, dtype, copy=ranks.size > 1)
-
-
-def _from_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        buffer = torch.empty(tensor.shape, dtype=dtype, device=device)
+    else:
+        buffer = tensor.to(device, dtype, copy=ranks.size > 1)
     if ranks.size > 1:
         values = buffer.detach().cpu().contiguous()
         ranks.broadcast(values.view(-1).view(torch.uint8))  # as bytes, because gloo does not send every dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from types import TracebackType
@@ -65,8 +65,8 @@ class Owner(Protocol):
     def model_was_zeroed(self) -> None:
         """Called by the model's own `zero_grad`."""
 
-    def compile_module(self, module: nn.Module, compile_it: Callable[[], object]) -> object:
-        """Called by the own `compile` of the model or a module of it. Return the result of `compile_it`."""
+    def compiling(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return the context in which the own `compile` of the model, or of a module of it, does its work."""
 
 
 @dataclass(frozen=True, eq=False)

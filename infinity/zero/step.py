@@ -14,10 +14,9 @@ one assignment, so that an interrupt leaves either the old ones or the new ones.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -153,20 +152,19 @@ class Step(Listener):
         return Hooks(model, runtime.partition, self._executor.units, listener, lent, alone=alone)
 
     def compile_blocks(self, model: nn.Module, **how: Any) -> None:
-        """Compile the model's blocks in place, or the whole model if it has none, and register the hooks again.
+        """Compile the model's blocks in place, or the whole model if it has none. Raises as `compiling`."""
+        blocks = [model.get_submodule(name) for name in self._runtime.partition.blocks or ("",)]
+        with self.compiling(model, *blocks):
+            for block in blocks:
+                type(block).compile(block, **how)  # past the engine's guard of `block.compile`, which comes here
+
+    @contextmanager
+    def compiling(self, model: nn.Module, *modules: nn.Module) -> Iterator[None]:
+        """Compile these modules of the model in this context, at whose end the hooks are registered again.
 
         Raises:
             InfinityError: a step has begun, or micro-batches are layer-major.
             ConfigError: CUDA graphs were requested, but their kernels cannot follow parameters that are evicted.
-        """
-        blocks = [model.get_submodule(name) for name in self._runtime.partition.blocks or ("",)]
-        self.compile_modules(model, {block: partial(type(block).compile, block, **how) for block in blocks})
-
-    def compile_modules(self, model: nn.Module, compiles: Mapping[nn.Module, Callable[[], object]]) -> list[object]:
-        """Compile modules of the model, each by its function, and register the hooks again. Raises as above.
-
-        Returns:
-            What the functions have returned.
         """
         self.check_boundary("engine.compile()")
         if self.layer_major is not None:
@@ -174,21 +172,20 @@ class Step(Listener):
                 'engine.compile() is not possible with tiering.accumulation "layer": compile the blocks before '
                 "initialize"
             )
-        results = [compile_one() for compile_one in compiles.values()]
+        yield
         try:
             refuse_cuda_graphs(model, fixed=self._runtime.addresses_stay)
         except ConfigError:
-            for module in compiles:
+            for module in modules:
                 module._compiled_call_impl = None
             raise
-        if not self.hooks.are_left_out:
+        if not self.hooks.left_out_of_compile:
             try:
                 self.hooks.remove()
                 self.hooks = self._watch(model)
             except BaseException as error:  # an interrupt: the model has lost hooks
                 self.fail(error)
                 raise
-        return results
 
     def continue_from(self, before: Step) -> None:
         """Continue with the counts and states of the closed `Step` of the same model."""

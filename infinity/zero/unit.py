@@ -86,7 +86,7 @@ class UnitPass:
 
     Attributes:
         in_parts: as far as this rank knows, its gradients are complete only at the end of the pass.
-        waits: it must not be updated before the end of the pass; all ranks know it.
+        waits: it must not be updated before the end of the pass. Ranks differ in this only after a `late` gradient.
         arrived: parameters whose gradient has come from autograd.
         added: parameters whose gradient of this pass, of any rank, is added to the gradients of the step.
         late: parameters whose gradient has come from autograd after the reduction of the unit had begun.
@@ -188,7 +188,7 @@ class UnitTotal:
         return {} if self.step is None else self.step.stats
 
     def open_step(self) -> StepTotal:
-        """Return `step`, after the step's first gradient a new one."""
+        """Return `step`; at the step's first gradient, a new one."""
         if self.step is None:
             self.step = StepTotal()
         return self.step

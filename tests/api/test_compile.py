@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,21 +149,28 @@ def test_a_toy_exports_its_own_names(tmp_path) -> None:
             assert torch.equal(compiled(torch.ones(2, 4)), engine(torch.ones(2, 4)))
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_modules_of_an_engine_can_be_compiled_by_themselves(steps_before, tmp_path) -> None:
-    """As accelerate compiles regions: each block, and each module beside them."""
-    config = config_of("moves", tmp_path)
+@contextmanager
+def training_compiled(steps_before: int, path: Path) -> Iterator[tuple[infinity.Engine, Counting]]:
+    """An engine that has trained these steps, to compile in the context. Its losses do not depend on that."""
+    config = config_of("moves", path)
     with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
         losses = train_on(engine, DATA)
     backend = Counting()
     with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
         begun = train_on(engine, DATA[:steps_before])
+        yield engine, backend
+        assert begun + train_on(engine, DATA[steps_before:]) == losses
+    assert 0 < backend.graphs < 20
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_modules_of_an_engine_can_be_compiled_by_themselves(steps_before, tmp_path) -> None:
+    """As accelerate compiles regions: each block, and each module beside them."""
+    with training_compiled(steps_before, tmp_path) as (engine, backend):
         inner = engine.module.model
         for module in (*inner.layers, inner.embed_tokens, inner.norm, engine.module.lm_head):
             module.compile(backend=backend, dynamic=False)
-        assert begun + train_on(engine, DATA[steps_before:]) == losses
     assert "compile" not in vars(inner.norm)
-    assert 0 < backend.graphs < 20
     engine.module.lm_head.compile(backend=backend)
 
 
@@ -195,18 +204,11 @@ def test_a_modules_own_compile_returns_what_it_returns_without_an_engine() -> No
 
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_an_engine_compiles_its_blocks(steps_before, tmp_path) -> None:
-    config = config_of("moves", tmp_path)
-    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
-        losses = train_on(engine, DATA)
-    backend = Counting()
-    with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
-        begun = train_on(engine, DATA[:steps_before])
+    with training_compiled(steps_before, tmp_path) as (engine, backend):
         assert not engine.is_compiled
         engine.compile(backend=backend, compile_kwargs={"dynamic": False})
         assert engine.is_compiled
         engine.compile()  # which it is
-        assert begun + train_on(engine, DATA[steps_before:]) == losses
-    assert 0 < backend.graphs < 20
     assert backend.operations > 50
 
 

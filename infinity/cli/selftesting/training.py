@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from infinity.kernels import torch_threads
 from infinity.setup import initialize
 
 VOCAB, TOKENS, ROWS, HEADS = 64, 16, 2, 4
@@ -194,13 +195,11 @@ def train_plainly(recipe: Recipe, device: torch.device) -> list[float]:
 def same_bits_each_time() -> Iterator[None]:
     """Use deterministic kernels in this context, so that every difference is an error."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are small: on a busy machine, torch's threads would wait for each other
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        yield
+        with torch_threads(1):  # the models are small: on a busy machine, torch's threads would wait for each other
+            yield
     finally:
-        torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cuda.matmul.allow_tf32 = before[1]

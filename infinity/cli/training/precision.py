@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from infinity.errors import ConfigError
+from infinity.kernels import torch_threads
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROWS, _WIDTH = 64, 512  # a product takes up to 1 ms in float32: some runs fit between two interruptions
@@ -27,7 +27,7 @@ def product_seconds(device: torch.device, precisions: tuple[str, ...]) -> dict[s
     They are forward, and backward to input and weight: a library may have fast code for one layout of the operands
     and none for another.
     """
-    with _one_thread():
+    with torch_threads(1):  # on a busy machine, the threads of a product would wait for each other
         layers = {precision: _layer(device, _DTYPES[precision]) for precision in precisions}
         by_product = [product for products in zip(*layers.values(), strict=True) for product in products]
         seconds = least_seconds(by_product)
@@ -52,17 +52,6 @@ def least_seconds(runs: Sequence[Callable[[], float]], clock: Callable[[], float
 def _are_enough(found: Sequence[Sequence[float]]) -> bool:
     """Whether the runs show no sign of other processes."""
     return len(found[0]) >= _ROUNDS and all(statistics.median(each) <= _STEADY * min(each) for each in found)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread inside. On a busy machine, the threads of a product would wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def faster_precision(seconds: Mapping[str, float]) -> str:

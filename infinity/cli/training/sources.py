@@ -102,5 +102,6 @@ def _source(
     if packed.cut:
         notes.append(f"warning: {packed.cut} conversations of {option} are longer than --seq-len, and were cut")
     if packed.dropped:
-        notes.append(f"warning: {packed.dropped} documents of {option} were left out: no token that fits is learned")
+        why = "no token within --seq-len is learned"
+        notes.append(f"warning: {packed.dropped} documents of {option} were left out: {why}")
     return packed, notes

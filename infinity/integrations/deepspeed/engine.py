@@ -141,7 +141,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As in `infinity.Engine`."""
         if self.training:
-            expect_any_save(self.module)  # values that were collected before are old
+            expect_any_save(self.module)  # this step changes the values that rank 0 has collected
             self.tput_timer.start()
         return super().forward(*args, **kwargs)
 
@@ -276,7 +276,7 @@ class DeepSpeedEngine(SectionFacts, Engine, nn.Module):
         return None if path is None else str(path), client_state
 
     def close(self) -> None:
-        """As the engine's."""
+        """As in `infinity.Engine`."""
         expect_any_save(self.module)
         super().close()
 
@@ -424,7 +424,7 @@ def initialize(
     Raises:
         AssertedConfigError: there is no model, the optimizer is not supported, or a scheduler is given without its
             optimizer.
-        ConfigError: Trainer's schedule follows a metric, with an optimizer of the configuration.
+        ConfigError: Trainer's schedule follows a metric, and the configuration has the optimizer.
     """
     if model is None and not isinstance(args, nn.Module):
         raise AssertedConfigError("deepspeed.initialize requires a model")

@@ -1,4 +1,4 @@
-"""The save of a model whose values were given to rank 0 alone."""
+"""Save a model whose values only rank 0 has collected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME = "save_pretrained"
 
 
 class SaveOfRank0:
-    """`model.save_pretrained` until the next training forward, on a rank that was given no values.
+    """The model's `save_pretrained` on a rank that was given no values, until the next training forward.
 
     Every rank calls `model.save_pretrained(..., state_dict=accelerator.get_state_dict(model))`, as accelerate documents
     it, and at stage 3 the state dict is None on other ranks than 0. transformers and PEFT would then collect the
@@ -36,13 +36,13 @@ class SaveOfRank0:
         return SaveOfRank0(memo[id(self._model())])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a copy of the model be pickled, whose `save_pretrained` is then that of its class."""
+        """Pickle the method of the model's class instead, for copies of the model."""
         model: Any = self._model()
         return partial, (getattr(type(model), _NAME), model)
 
 
 def expect_save_of_rank_0(model: nn.Module) -> None:
-    """Let calls of `model.save_pretrained` be those of `SaveOfRank0`, if the model has such a method."""
+    """Replace the model's `save_pretrained` by a `SaveOfRank0`, if the model has this method."""
     if hasattr(model, _NAME):
         vars(model).setdefault(_NAME, SaveOfRank0(model))
 
