@@ -135,6 +135,7 @@ REGIMES = {
     ),
     "h200-nvme-clipping-ahead": Regime(1.2, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0, clips=True, **H200),
     "4090-nvme": Regime(3.2, link=25e9, adam=3e9, drive=6e9, host_share=1 / 3, states="nvme"),
+    "4090-nvme-clip-ahead": Regime(3.2, link=25e9, adam=3e9, drive=6e9, host_share=1 / 3, states="nvme", clip=1.0),
 }
 
 
