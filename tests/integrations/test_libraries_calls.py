@@ -14,6 +14,7 @@ EXPECTED = {
     "deepspeed.runtime.utils.move_to_device in accelerate/test_utils": "a test of sequence parallelism",
     "deepspeed.utils.is_initialized in transformers": "DeepSpeed has none either; asked for after its `comm` has none",
     "param.ds_device_mesh in accelerate": "no parameter's: accelerate's own, for sequence parallelism",
+    "param.ds_external_parameters in trl": "no parameter's: of the module of `parameter_offload`, which has it",
 }
 
 
