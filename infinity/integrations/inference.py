@@ -6,11 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache
 
 from infinity.config import Config, format_size, size_to_set
 from infinity.errors import CapacityError, ConfigError
 from infinity.integrations.deepspeed.script_engine import Engine
+
+# The name of the argument of `generate` that takes a cache; transformers 5.24 has renamed it.
+CACHE_ARGUMENT = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 
 class InferenceEngine(Engine):
@@ -29,9 +33,10 @@ class InferenceEngine(Engine):
             CapacityError: keys and values of these sequences and tokens exceed the budget.
         """
         model: Any = self.module
-        if self.cache_bytes is not None and kwargs.get("past_key_values") is None:
+        has_cache = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
+        if self.cache_bytes is not None and not has_cache:
             new_tokens = kwargs.get("max_new_tokens") or getattr(model.generation_config, "max_new_tokens", None) or 1
-            kwargs["past_key_values"] = BudgetedCache(model.config, self.cache_bytes, new_tokens)
+            kwargs[CACHE_ARGUMENT] = BudgetedCache(model.config, self.cache_bytes, new_tokens)
         return model.generate(*args, **kwargs)
 
 

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
+from transformers import DynamicCache
 
 import infinity
 from infinity.checkpoint import PretrainedWeights
 from infinity.integrations import pretrained_model
+from infinity.integrations.inference import CACHE_ARGUMENT
 from infinity.tiers import Memory, SameMemory, StoredTensor, WeightFile, lay_out_image
 from infinity.zero import GatheredParameters
 from infinity.zero.initial_values import InitialValues
@@ -353,6 +355,8 @@ def test_keys_and_values_have_a_budget(base, tmp_path) -> None:
         with pytest.raises(infinity.CapacityError, match=r"keys and values of 2 sequences, 6 tokens and 9 new"):
             engine.generate(prompts, **(ASKED | {"max_new_tokens": 9}))
         assert torch.equal(engine.generate(prompts, **ASKED), expected)
+        of_the_caller = {CACHE_ARGUMENT: DynamicCache(config=engine.module.config)}  # has no budget
+        assert engine.generate(prompts, **(ASKED | {"max_new_tokens": 9}), **of_the_caller).shape[1] == 6 + 9
 
 
 def test_a_budget_for_keys_and_values_must_leave_one_for_weights(base, tmp_path) -> None:
