@@ -163,10 +163,7 @@ class Ring:
             self.hold(tile)
             self._states.move_back(tile)
             return self.release(tile)
-        self._states.read(tile, tile.own, Priority.DEMAND)
-        move = tile.arriving(_HOST)
-        assert move is not None
-        self._finish(tile, move)
+        self._finish(tile, self._states.read(tile, tile.own, Priority.DEMAND))
         self._states.move_back(tile)
         return None
 

@@ -177,14 +177,11 @@ class StateStore:
     def some_are_on_device(self) -> bool:
         return any(each.are_on_device for each in self.units)
 
-    def read(self, tile: Tile, slot: Lease, priority: Priority) -> None:
+    def read(self, tile: Tile, slot: Lease, priority: Priority) -> Move:
         """Start reading a tile whose home is not host memory into `slot`; raises InfinityError if it is lost."""
         if tile.state(tile.home) is not State.VALID:  # it is not being written either: the ring has waited for that
             raise InfinityError(f"{tile.name} is lost: an update or a write of it has failed")
-        if tile.home is Memory.DEVICE:
-            self._download(tile, slot)
-        else:
-            self._read_nvme(tile, slot, priority)
+        return self._download(tile, slot) if tile.home is Memory.DEVICE else self._read_nvme(tile, slot, priority)
 
     def _read_nvme(self, tile: Tile, slot: Lease, priority: Priority) -> Move:
         assert tile.extent is not None
@@ -197,7 +194,7 @@ class StateStore:
         """Start writing a tile from its host memory, a slot or its home."""
         assert tile.lease is not None
         if tile.home is Memory.DEVICE:
-            return self._upload(tile, tile.lease)
+            return self._upload(tile, tile.lease).transfer
         assert tile.extent is not None
         write = self._swap.write(tile.extent, tile.lease.span(0, tile.nbytes))
         tile.begin_move(Memory.HOST, Memory.NVME, write, StallCause.DISK_WRITE)
@@ -254,19 +251,20 @@ class StateStore:
         assert fields is not None
         return self._device, fields
 
-    def _download(self, tile: Tile, slot: Lease) -> None:
+    def _download(self, tile: Tile, slot: Lease) -> Move:
         device, fields = self._on_device(tile)
         copy = device.download(fields, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
         tile.lease = slot
-        tile.begin_move(Memory.DEVICE, Memory.HOST, copy, StallCause.HOST_LINK)
+        move = tile.begin_move(Memory.DEVICE, Memory.HOST, copy, StallCause.HOST_LINK)
         self._counters.moved("device_to_host", tile.nbytes, copy, tile.unit, "states")
+        return move
 
-    def _upload(self, tile: Tile, slot: Lease) -> Transfer:
+    def _upload(self, tile: Tile, slot: Lease) -> Move:
         device, fields = self._on_device(tile)
         copy = device.upload(fields, tile.start, tile.numel, slot.tensor(torch.uint8, tile.nbytes))
-        tile.begin_move(Memory.HOST, Memory.DEVICE, copy, StallCause.HOST_LINK)
+        move = tile.begin_move(Memory.HOST, Memory.DEVICE, copy, StallCause.HOST_LINK)
         self._counters.moved("host_to_device", tile.nbytes, copy, tile.unit, "states")
-        return copy
+        return move
 
     def make_device_room(self, each: UnitStates) -> None:
         """Allocate memory on the device for the unit's tiles, if they have none; raises torch.OutOfMemoryError."""
@@ -279,10 +277,7 @@ class StateStore:
         assert tile.lease is not None
         tile.own = tile.lease if tile.home is Memory.HOST else None
         tile.set_home(Memory.DEVICE)
-        self._upload(tile, tile.lease)
-        move = tile.arriving(Memory.DEVICE)
-        assert move is not None
-        tile.finish_move(move)
+        tile.finish_move(self._upload(tile, tile.lease))
 
     def move_back(self, tile: Tile) -> None:
         """Make the host or NVMe the home of a held tile again. That memory may still contain an older value."""
