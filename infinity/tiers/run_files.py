@@ -117,20 +117,19 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
             f"{files[0].path} is of a run whose record is not in {directories[0]}, so its step is unknown: give the "
             "paths in the order that the run had, or remove it (infinity states remove)"
         )
-    record = read_record(records[0].path) if records else None
-    if record is not None and not record.generations:
-        remove(files)  # the run had ended, and was killed while it removed its files
+    if not records:
         return None
-    if record is not None:
-        missing = missing_states(record, directories)
-        if missing and record.generations[0].sequence > 1:
-            raise CheckpointError(
-                f"{missing[0]} is missing, of the states that {records[0].path} describes: give all paths in the order "
-                "that the run had, or resume from a checkpoint and remove these states (infinity states remove)"
-            )
-        if missing:
-            remove(files)
-            return None
+    record = read_record(records[0].path)
+    ended = not record.generations  # and was killed while it removed its files
+    missing = missing_states(record, directories)
+    if missing and not ended and record.generations[0].sequence > 1:
+        raise CheckpointError(
+            f"{missing[0]} is missing, of the states that {records[0].path} describes: give all paths in the order "
+            "that the run had, or resume from a checkpoint and remove these states (infinity states remove)"
+        )
+    if missing or ended:
+        remove(files)
+        return None
     return record
 
 
