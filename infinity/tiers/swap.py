@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,16 +66,11 @@ def open_swap(
         stripes = [
             Stripe(path.path, weight, _capacity(path, len(paths))) for path, weight in zip(paths, weights, strict=True)
         ]
-    engines: dict[int, IoEngine] = {}
-    try:
-        for drive in drives:
-            if drive not in engines:
-                engines[drive] = open_engine(options, backend)
-        return SwapSpace([engines[drive] for drive in drives], stripes, checksum=checksum, rank=rank, run=run)
-    except BaseException:
-        for engine in engines.values():
-            engine.close()
-        raise
+    with ExitStack() as undo:
+        engines = {drive: undo.enter_context(closing(open_engine(options, backend))) for drive in dict.fromkeys(drives)}
+        space = SwapSpace([engines[drive] for drive in drives], stripes, checksum=checksum, rank=rank, run=run)
+        undo.pop_all()
+    return space
 
 
 class SwapSpace:
@@ -136,13 +131,10 @@ class SwapSpace:
 
     def io_stats(self) -> list[tuple[list[Path], IoStats]]:
         """Return each drive's directories and I/O counters. Thread-safe."""
-        return [
-            (
-                [stripe.path for stripe, other in zip(self._stripes, self._engines, strict=True) if other is engine],
-                engine.stats(),
-            )
-            for engine in dict.fromkeys(self._engines)
-        ]
+        paths: dict[IoEngine, list[Path]] = {}
+        for engine, stripe in zip(self._engines, self._stripes, strict=True):
+            paths.setdefault(engine, []).append(stripe.path)
+        return [(of_engine, engine.stats()) for engine, of_engine in paths.items()]
 
     def reserve(self, nbytes: int) -> Extent:
         """Reserve an aligned extent. Raises StorageError if no directory has room for it within its capacity."""
