@@ -17,7 +17,8 @@ from infinity.errors import ConfigError
 from infinity.optim.home import StatesHome
 from infinity.optim.kinds import ADAM
 
-_FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "split", torch.float16: "master"}
+# The formats that fit parameters of a dtype; the first is the default, and exact.
+_FORMATS_OF = {torch.float32: ("fp32",), torch.bfloat16: ("split", "bf16", "int8"), torch.float16: ("master",)}
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -184,14 +185,13 @@ class AdamW(torch.optim.Optimizer):
         """Allocate the states of parameters, one home for each dtype."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in parameters:
-            if parameter.dtype not in _FORMAT_OF:
+            if parameter.dtype not in _FORMATS_OF:
                 raise ConfigError(f"a parameter is {parameter.dtype}; use float32, bfloat16 or float16")
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for dtype, members in by_dtype.items():
-            lossy = self._state_format in ("bf16", "int8") and dtype == torch.bfloat16
-            if self._state_format != "auto" and not lossy and self._state_format != _FORMAT_OF[dtype]:
+            name = _FORMATS_OF[dtype][0] if self._state_format == "auto" else self._state_format
+            if name not in _FORMATS_OF[dtype]:
                 raise ConfigError(f"state_format {self._state_format!r} does not fit {dtype} parameters; use 'auto'")
-            name = self._state_format if lossy else _FORMAT_OF[dtype]
             home = StatesHome(members, name, self._nvme_path)
             self._placed.update((parameter, (home, unit)) for unit, parameter in enumerate(members))
 
