@@ -38,16 +38,9 @@ class OptimizerKind:
 
 def _adam(values: Values, step: int, grad_scale: float) -> Rule:
     beta1, beta2 = betas_of(values)
-    return Hyper(
-        lr=float(values["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        eps=float(values["eps"]),
-        weight_decay=float(values["weight_decay"]),
-        step=step,
-        decoupled=bool(values["decoupled"]),
-        grad_scale=grad_scale,
-    )
+    numbers = {name: float(values[name]) for name in ("lr", "eps", "weight_decay")}
+    decoupled = bool(values["decoupled"])
+    return Hyper(**numbers, beta1=beta1, beta2=beta2, step=step, decoupled=decoupled, grad_scale=grad_scale)
 
 
 def adagrad_rule(values: Values, step: int, grad_scale: float) -> Rule:
