@@ -123,11 +123,8 @@ def _contenders(job: AdamBenchJob, stack: ExitStack) -> Iterator[tuple[str, floa
         init_states(layout, source, param, states)
         grad.copy_(source)
         if name == "fp32":
-            yield (
-                ROOFLINE,
-                _FP32_BYTES,
-                _timed(partial(bare_loop, param, states["exp_avg"], states["exp_avg_sq"], grad)),
-            )
+            roofline = partial(bare_loop, param, states["exp_avg"], states["exp_avg_sq"], grad)
+            yield ROOFLINE, _FP32_BYTES, _timed(roofline)
         if name in job.formats:
             yield name, _traffic(layout), _format_step(layout, param, states, grad)
     yield TRIAD, TRIAD_BYTES, triad(source)

@@ -122,9 +122,8 @@ def init_states(
 ) -> None:
     """Initialize `param` and `states` from the float32 `master`, for the first update."""
     write_master(layout, master, param, states)
-    for field in layout.fields:
-        if field.name != layout.master:
-            states[field.name].zero_()
+    for field in layout.moment_fields:
+        states[field.name].zero_()
 
 
 def write_master(

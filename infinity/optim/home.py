@@ -20,7 +20,6 @@ from infinity.optim.ticket import Segment, UpdateTicket
 from infinity.schedule.needs import cut_into_tiles
 from infinity.telemetry import Counters
 from infinity.tiers import Memory
-from infinity.tiers.state_layout import StateLayout
 from infinity.tiers.states import StateStore
 from infinity.tiers.swap import open_swap
 
@@ -36,7 +35,7 @@ class StatesHome:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], format_name: str, nvme_path: Path | None) -> None:
-        self.layout: StateLayout = state_layout(format_name)
+        self.layout = state_layout(format_name)
         # updates in progress: ticket, parameter, and its flat host copy, which may be the parameter itself
         self._pending: list[tuple[UpdateTicket, torch.Tensor, torch.Tensor]] = []
         tile_bytes = self.layout.tile_bytes

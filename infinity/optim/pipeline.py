@@ -151,9 +151,8 @@ class UpdatePipeline:
         """
         if self.before_update is not None:
             return frozenset()
-        return self.rollback.reversible_tiles(
-            states, param=param, without=[each for each in without if not each.chosen]
-        )
+        waiting = [each for each in without if not each.chosen]
+        return self.rollback.reversible_tiles(states, param=param, without=waiting)
 
     def withdraw(self, ticket: UpdateTicket) -> bool:
         """Cancel a speculative update and free its part of the undo log.

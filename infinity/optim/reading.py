@@ -22,7 +22,6 @@ class TileUpdate(Update, Protocol):
 
     def has_inputs(self) -> bool:
         """Whether the parameters and gradients have arrived."""
-        ...
 
 
 UpdateT = TypeVar("UpdateT", bound=TileUpdate)

@@ -196,13 +196,8 @@ class Rollback:
                 before, after = self._fields.at(place, tile), self._fields.of(tile)
                 for start, stop, rule in parts:
                     old, new = (self._fields.part(fields, tile, start, stop) for fields in (before, after))
-                    reconstruct(
-                        self._layout,
-                        rule,
-                        old,
-                        new,
-                        grad=None if grad is None else grad[start:stop],
-                        param=None if param is None else param[start:stop],
-                    )
+                    old_grad = None if grad is None else grad[start:stop]
+                    old_param = None if param is None else param[start:stop]
+                    reconstruct(self._layout, rule, old, new, grad=old_grad, param=old_param)
         finally:
             self._ring.release(tile)

@@ -199,12 +199,10 @@ class ActivationStore:
 
     def _room(self, nbytes: int) -> Lease | None:
         """Lease memory, if needed by evicting tensors that backward needs last. Return None if this is not possible."""
-        while True:
-            lease = self.arena.try_lease(nbytes)
-            if lease is not None:
-                return lease
+        while (lease := self.arena.try_lease(nbytes)) is None:
             if not self._free_one():
                 return None
+        return lease
 
     def _free_one(self) -> bool:
         """Take one step towards free room in the arena, and wait if needed. Return False if this is not possible."""

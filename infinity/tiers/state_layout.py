@@ -62,9 +62,8 @@ class StateLayout:
     @property
     def bytes_per_param(self) -> int:
         """Bytes of all fields for one element, rounded up; `tile_bytes` is exact."""
-        return sum(field.dtype.itemsize for field in self.fields if field.block == 1) + any(
-            field.block > 1 for field in self.fields
-        )
+        unblocked = sum(field.dtype.itemsize for field in self.fields if field.block == 1)
+        return unblocked + any(field.block > 1 for field in self.fields)
 
     @property
     def moment_fields(self) -> tuple[StateField, ...]:

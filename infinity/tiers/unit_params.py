@@ -277,9 +277,8 @@ class UnitParams:
         """Fill `shard` from the files whose image it is. The unit has its home in another memory."""
         spec = self.spec
         part = self._carriers.files.add(spec.runs, spec.sharding.rank * spec.shard_nbytes, spec.shard_nbytes)
-        self._counted(
-            self._carriers.files.read(part, self.span(self.update_memory), priority=Priority.DEMAND), part.nbytes
-        ).result()
+        read = self._carriers.files.read(part, self.span(self.update_memory), priority=Priority.DEMAND)
+        self._counted(read, part.nbytes).result()
 
     def write(self, start: int, numel: int) -> IoFuture | None:
         """Start writing a range of `shard` to the NVME copy. Return None if the unit has none."""
