@@ -147,9 +147,6 @@ class StateStore:
         written_through: bool = False,
         double_buffered: bool = False,
     ) -> None:
-        self._written_through = written_through
-        self._double_buffered = double_buffered
-        self._arena = arena
         self._swap = swap
         self._counters = counters
         self._device = device
@@ -162,16 +159,16 @@ class StateStore:
                 nbytes = tile_bytes(numel)
                 home = next(places)
                 lease = arena.lease(nbytes) if home is Memory.HOST else None
-                tiles.append(Tile(unit, index, start, numel, nbytes, home, lease, self._reserve(home, nbytes)))
+                extent: Extent | SlotExtent | None = None
+                if written_through or (double_buffered and home is Memory.NVME):
+                    extent = swap.reserve_slots(nbytes, (0, nbytes))
+                elif home is Memory.NVME:
+                    extent = swap.reserve(nbytes)
+                tiles.append(Tile(unit, index, start, numel, nbytes, home, lease, extent))
             each = UnitStates(tiles)
             if each.are_on_device:
                 self.make_device_room(each)
             self.units.append(each)
-
-    def _reserve(self, home: Memory, nbytes: int) -> Extent | SlotExtent | None:
-        if self._written_through or (self._double_buffered and home is Memory.NVME):
-            return self._swap.reserve_slots(nbytes, (0, nbytes))
-        return self._swap.reserve(nbytes) if home is Memory.NVME else None
 
     @property
     def some_are_on_device(self) -> bool:
