@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 
@@ -28,8 +28,6 @@ def random_memory(nbytes: int, *, huge_pages: bool = True) -> Iterator[Span]:
         tensor_at(span.address, nbytes, memory).random_()
         yield span
         return
-    arena = Arena(nbytes)
-    with arena.lease(nbytes) as lease:
+    with closing(Arena(nbytes)) as arena, arena.lease(nbytes) as lease:
         lease.tensor(torch.uint8).random_()
         yield lease.span()
-    arena.close()

@@ -13,15 +13,14 @@ from functools import partial
 from pathlib import Path
 from shutil import disk_usage
 
-import torch
-
 from infinity.config import NvmeConfig
 from infinity.errors import CheckpointError, InfinityError, StorageError
 from infinity.io import IoEngine, IoFile, IoFuture, IoOptions, IoStats, Priority, Span, open_engine
 from infinity.io.bench import BenchSession, bench_file
 from infinity.io.directory import NO_ROOM
 from infinity.io.interface import together
-from infinity.memory import Arena, aligned
+from infinity.memory import aligned
+from infinity.memory.filled import random_memory
 from infinity.tiers.checksums import Checksums, check_available
 from infinity.tiers.records import Generation
 from infinity.tiers.run_files import RunFiles
@@ -386,12 +385,10 @@ def _measure(directory: Path, options: IoOptions, backend: str) -> float:
         queue_depth=min(options.queue_depth, _PROBE_DEPTH),
     )
     size = max(16 * options.block_size_bytes, min(_PROBE_BYTES, disk_usage(directory).free // 8))
-    arena = Arena(4 * options.block_size_bytes * options.queue_depth)
-    try:
-        with arena.lease(arena.capacity_bytes) as lease, bench_file(directory, size) as file:
-            lease.tensor(torch.uint8).random_()
-            with BenchSession(file, size, backend, options, lease.span()) as session:
-                session.fill()
-                return session.run("mixed").bytes_per_s
-    finally:
-        arena.close()
+    with (
+        random_memory(4 * options.block_size_bytes * options.queue_depth) as buffer,
+        bench_file(directory, size) as file,
+        BenchSession(file, size, backend, options, buffer) as session,
+    ):
+        session.fill()
+        return session.run("mixed").bytes_per_s
