@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -155,12 +156,10 @@ def _traffic(layout: StateLayout) -> float:
 
 
 def _format_step(layout: StateLayout, param: torch.Tensor, states: dict[str, torch.Tensor], grad: torch.Tensor) -> Step:
-    count = 0
+    steps = count(1)
 
     def body() -> None:
-        nonlocal count
-        count += 1
-        hyper = Hyper(_LR, 0.9, 0.999, 1e-8, 0.01, count, decoupled=True)
+        hyper = Hyper(_LR, 0.9, 0.999, 1e-8, 0.01, next(steps), decoupled=True)
         update(layout, param, states, grad, hyper)
 
     return _timed(body)
