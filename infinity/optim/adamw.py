@@ -5,7 +5,9 @@ optimizer = infinity.optim.AdamW(model.parameters(), lr=3e-4, offload="nvme", nv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,9 +15,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from infinity.config import NvmeConfig, default_tile_bytes
 from infinity.errors import ConfigError
-from infinity.optim.home import StatesHome
+from infinity.io import IoOptions
+from infinity.kernels import Dither, Rule
+from infinity.memory import Arena
+from infinity.optim import formats
+from infinity.optim.formats import SHARD_ALIGN, state_layout
 from infinity.optim.kinds import ADAM
+from infinity.optim.pipeline import MOST_SLOTS, UpdatePipeline
+from infinity.optim.ticket import Segment, UpdateTicket
+from infinity.schedule.needs import cut_into_tiles
+from infinity.telemetry import Counters
+from infinity.tiers import Memory
+from infinity.tiers.states import StateStore
+from infinity.tiers.swap import open_swap
 
 # The formats that fit parameters of a dtype; the first is the default, and exact.
 _FORMATS_OF = {torch.float32: ("fp32",), torch.bfloat16: ("split", "bf16", "int8"), torch.float16: ("master",)}
@@ -63,7 +77,7 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError("offload='nvme' needs nvme_path, a directory on the drive, and only that")
         self._nvme_path = Path(nvme_path) if nvme_path is not None else None
         self._state_format = state_format
-        self._placed: dict[torch.Tensor, tuple[StatesHome, int]] = {}
+        self._placed: dict[torch.Tensor, _StatesHome] = {}
         self._steps: dict[torch.Tensor, int] = {}
         self._started: set[torch.Tensor] = set()  # updated by a hook since the last step()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -133,9 +147,8 @@ class AdamW(torch.optim.Optimizer):
         if gradient.is_sparse:
             raise ConfigError("a gradient is sparse; give this parameter another optimizer")
         step = self._steps.get(parameter, 0) + 1
-        home, unit = self._placed[parameter]
         hyper = ADAM.rule({**group, "decoupled": self.decoupled}, step, 1.0)
-        home.start_update(unit, parameter, gradient, hyper)
+        self._placed[parameter].start_update(parameter, gradient, hyper)
         self._steps[parameter] = step
 
     def _wait(self) -> None:
@@ -153,8 +166,8 @@ class AdamW(torch.optim.Optimizer):
         for index, parameter in enumerate(ordered):
             if parameter not in self._steps:
                 continue  # never updated; torch also leaves it out
-            home, unit = self._placed[parameter]
-            values = {name: flat.view(parameter.shape) for name, flat in home.read(unit, parameter).items()}
+            flats = self._placed[parameter].read(parameter)
+            values = {name: flat.view(parameter.shape) for name, flat in flats.items()}
             step = torch.tensor(float(self._steps[parameter]), dtype=torch.float32, device="cpu")
             packed["state"][index] = {"step": step, **values}
         return packed
@@ -176,10 +189,9 @@ class AdamW(torch.optim.Optimizer):
         self._steps.clear()
         for saved_id, parameter in zip(saved_ids, ordered, strict=True):
             values = dict(state_dict["state"].get(saved_id, {}))
-            home, unit = self._placed[parameter]
             if values:
                 self._steps[parameter] = int(values.pop("step"))
-            home.write(unit, parameter, values)
+            self._placed[parameter].write(parameter, values)
 
     def _adopt(self, parameters: Sequence[torch.Tensor]) -> None:
         """Allocate the states of parameters, one home for each dtype."""
@@ -192,11 +204,10 @@ class AdamW(torch.optim.Optimizer):
             name = _FORMATS_OF[dtype][0] if self._state_format == "auto" else self._state_format
             if name not in _FORMATS_OF[dtype]:
                 raise ConfigError(f"state_format {self._state_format!r} does not fit {dtype} parameters; use 'auto'")
-            home = StatesHome(members, name, self._nvme_path)
-            self._placed.update((parameter, (home, unit)) for unit, parameter in enumerate(members))
+            self._placed.update(dict.fromkeys(members, _StatesHome(members, name, self._nvme_path)))
 
-    def _each_home(self) -> list[StatesHome]:
-        return list(dict.fromkeys(home for home, _ in self._placed.values()))
+    def _each_home(self) -> list[_StatesHome]:
+        return list(dict.fromkeys(self._placed.values()))
 
 
 class Adam(AdamW):
@@ -214,6 +225,118 @@ class Adam(AdamW):
         **where: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, **where)
+
+
+class _StatesHome:
+    """The states of parameters of one dtype, in host memory or in a swap file. Each parameter is a unit.
+
+    Args:
+        nvme_path: directory of the swap file; None for host memory.
+
+    Raises:
+        StorageError: the directory cannot be used or has too little space.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], format_name: str, nvme_path: Path | None) -> None:
+        self._layout = state_layout(format_name)
+        self._units = {parameter: unit for unit, parameter in enumerate(parameters)}
+        # updates in progress: ticket, parameter, and its flat host copy, which may be the parameter itself
+        self._pending: list[tuple[UpdateTicket, torch.Tensor, torch.Tensor]] = []
+        tile_bytes = self._layout.tile_bytes
+        shards = [-(-parameter.numel() // SHARD_ALIGN) * SHARD_ALIGN for parameter in parameters]
+        aim_bytes = default_tile_bytes(0 if nvme_path is None else 1)
+        tile_numel = max(SHARD_ALIGN, aim_bytes // self._layout.bytes_per_param // SHARD_ALIGN * SHARD_ALIGN)
+        slot_count = 0 if nvme_path is None else MOST_SLOTS
+        slot_bytes = tile_bytes(min(tile_numel, max(shards, default=SHARD_ALIGN)))
+        with ExitStack() as undo:
+            if nvme_path is None:
+                arena = Arena(max(SHARD_ALIGN, sum(map(tile_bytes, cut_into_tiles(shards, tile_numel)))))
+            else:
+                arena = Arena(slot_count * slot_bytes)
+            undo.callback(arena.close)
+            swap = open_swap([NvmeConfig(nvme_path)] if nvme_path else [], IoOptions())
+            undo.callback(swap.close)
+            slots = [arena.lease(slot_bytes) for _ in range(slot_count)]
+            homes = repeat(Memory.NVME if nvme_path else Memory.HOST)
+            store = StateStore(shards, tile_numel, tile_bytes, homes, arena=arena, swap=swap, counters=Counters())
+            swap.create()
+            self._pipeline = UpdatePipeline(self._layout, store, slots, Counters())
+            undo.callback(self._pipeline.close)
+            for parameter in parameters:
+                self.write(parameter, {})
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Finish queued updates, then free memory and files."""
+        self.wait()
+        self._undo.close()
+
+    def start_update(self, parameter: torch.Tensor, gradient: torch.Tensor, rule: Rule) -> None:
+        """Queue one update; the gradient must not change until `wait()`."""
+        flat, unit = _flat(parameter.detach()), self._units[parameter]
+        ticket = UpdateTicket(
+            unit,
+            flat,
+            _flat(gradient.detach()),
+            segments=(Segment(0, flat.numel(), rule),),
+            inputs=(),
+            write=None,
+            seed=rule.step << 24 | unit,
+        )
+        self._pipeline.submit(ticket)
+        self._pending.append((ticket, parameter, flat))
+
+    def wait(self) -> None:
+        """Block until every queued update is stored in its parameter. Raises StorageError if a read or write failed."""
+        pending, self._pending = self._pending, []
+        for ticket, parameter, flat in pending:
+            ticket.result()
+            _store(flat, parameter)
+
+    def read(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return flat float32 moments, and `master` if the parameter is not float32."""
+        flat = _flat(parameter.detach())
+        names = ["exp_avg", "exp_avg_sq"] + (["master"] if self._layout.master else [])
+        whole = {name: torch.empty(flat.numel(), dtype=torch.float32, device="cpu") for name in names}
+        for start, stop, fields in self._tiles(parameter, fresh=False):
+            part = formats.read_moments(self._layout, fields)
+            if self._layout.master:
+                part["master"] = formats.read_master(self._layout, flat[start:stop], fields)
+            for name, values in part.items():
+                whole[name][start:stop] = values
+        return whole
+
+    def write(self, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """Store moments and master. Missing moments become zero; a missing master becomes the parameter's value."""
+        flat = _flat(parameter.detach())
+        sources = {name: _flat(value.detach()).float() for name, value in values.items()}
+        master = sources.get("master") if self._layout.master else None
+        for start, stop, fields in self._tiles(parameter, fresh=True):
+            here = flat[start:stop]
+            formats.init_states(self._layout, here.float() if master is None else master[start:stop], here, fields)
+            if "exp_avg" in sources:
+                moments = {name: sources[name][start:stop] for name in ("exp_avg", "exp_avg_sq")}
+                dither = Dither(seed=self._units[parameter], index=start)
+                formats.write_moments(self._layout, moments, fields, dither)
+        _store(flat, parameter)
+
+    def _tiles(self, parameter: torch.Tensor, *, fresh: bool) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
+        """Yield the range within the parameter and the fields of every tile, without padding."""
+        for tile, fields in self._pipeline.tiles(self._units[parameter], writable=fresh, fresh=fresh):
+            stop = min(tile.start + tile.numel, parameter.numel())
+            if tile.start < stop:
+                yield tile.start, stop, self._layout.narrow(fields, 0, stop - tile.start)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as 1-D in host memory, without a copy if it is contiguous host memory already."""
+    return tensor.cpu().contiguous().view(-1)
+
+
+def _store(flat: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Copy the result of `_flat` back to the parameter, unless it is the parameter's own memory."""
+    if flat.data_ptr() != parameter.data_ptr():
+        parameter.detach().copy_(flat.view(parameter.shape))
 
 
 def _check_numbers(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
