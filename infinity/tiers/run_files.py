@@ -179,46 +179,39 @@ def data_name(run: str, rank: int, index: int) -> str:
     return f"infinity-{run}-r{rank}-d{index}.slots"
 
 
+@dataclass(eq=False)
 class RunFiles:
     """The files of one rank of a run.
 
-    Args:
-        run: the name of the run; if `found` is given, the name in it.
-        nonce: identifies this start of the run; equal on all ranks.
-        found: the record of an earlier process, with the one generation that the ranks agreed on.
-
     Attributes:
+        id: the name of the run; if `found` is given, the name in it.
+        nonce: identifies this start of the run; equal on all ranks.
+        directory: the first one, which has the record.
+        facts: see `Record`.
+        found: the record of an earlier process, with the one generation that the ranks agreed on.
         kept: whether there are files that outlive this process.
     """
 
-    def __init__(
-        self,
-        run: str,
-        nonce: str,
-        rank: int,
-        ranks: int,
-        directories: Sequence[Path],
-        facts: Mapping[str, Mapping[str, Any]],
-        found: Record | None = None,
-    ) -> None:
-        self.id = run
-        self.nonce = nonce
-        self.found = found
-        self.kept = found is not None
-        self._rank = rank
-        self._ranks = ranks
-        self._directory = directories[0]
-        self._facts = facts
+    id: str
+    nonce: str
+    rank: int
+    ranks: int
+    directory: Path
+    facts: Mapping[str, Mapping[str, Any]]
+    found: Record | None = None
+
+    def __post_init__(self) -> None:
+        self.kept = self.found is not None
         self._descriptor: int | None = None
         self._ended = False
 
     @property
     def record_path(self) -> Path:
-        return self._directory / f"infinity-{self.id}-r{self._rank}.record"
+        return self.directory / f"infinity-{self.id}-r{self.rank}.record"
 
     def data_name(self, index: int) -> str:
         """Return the name of the states in the directory of this index."""
-        return data_name(self.id, self._rank, index)
+        return data_name(self.id, self.rank, index)
 
     def write(self, stripes: Sequence[Stripe], sizes: Sequence[int], layout: str, steps: Sequence[Generation]) -> None:
         """Replace the record. The states that it describes must be flushed.
@@ -226,7 +219,7 @@ class RunFiles:
         Raises:
             StorageError: it cannot be written; the old record is intact.
         """
-        record = Record(self.id, self._rank, self._ranks, self._facts, stripes, sizes, layout, steps)
+        record = Record(self.id, self.rank, self.ranks, self.facts, stripes, sizes, layout, steps)
         try:
             self._replace(record.to_bytes())
         except OSError as error:
@@ -236,7 +229,7 @@ class RunFiles:
     def _replace(self, content: bytes) -> None:
         """Write and flush a new file, and rename it to the record; raises OSError."""
         if self._descriptor is None:
-            self._descriptor = open_swap_directory(self._directory, lasting=True)
+            self._descriptor = open_swap_directory(self.directory, lasting=True)
         name, new = self.record_path.name, self.record_path.name + ".new"
         with suppress(FileNotFoundError):
             why = foreign(os.stat(new, dir_fd=self._descriptor, follow_symlinks=False))

@@ -54,13 +54,13 @@ def open_run(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> RunF
     if sequence is None or record is None:
         if record is not None:
             remove([file for path in directories for file in kept_files(path) if file.rank == ranks.rank])
-        return RunFiles(run, nonce, ranks.rank, ranks.size, directories, facts)
+        return RunFiles(run, nonce, ranks.rank, ranks.size, directories[0], facts)
     found = replace(
         record,
         generations=[g for g in record.generations if g.sequence == sequence],
         stripes=[replace(stripe, path=path) for stripe, path in zip(record.stripes, directories, strict=True)],  # moved
     )
-    return RunFiles(record.run, nonce, ranks.rank, ranks.size, directories, facts, found)
+    return RunFiles(record.run, nonce, ranks.rank, ranks.size, directories[0], facts, found)
 
 
 def _record(directories: Sequence[Path], facts: RunFacts, ranks: Ranks) -> Record | None:
