@@ -87,7 +87,11 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if self._placed:  # after the constructor has added its groups
-            self._adopt(self.param_groups[-1]["params"])
+            try:
+                self._adopt(self.param_groups[-1]["params"])
+            except BaseException:
+                del self.param_groups[-1]  # its parameters have no states
+                raise
 
     def close(self) -> None:
         """Finish queued updates and free the states."""
@@ -200,11 +204,20 @@ class AdamW(torch.optim.Optimizer):
             if parameter.dtype not in _FORMATS_OF:
                 raise ConfigError(f"a parameter is {parameter.dtype}; use float32, bfloat16 or float16")
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for dtype, members in by_dtype.items():
-            name = _FORMATS_OF[dtype][0] if self._state_format == "auto" else self._state_format
-            if name not in _FORMATS_OF[dtype]:
-                raise ConfigError(f"state_format {self._state_format!r} does not fit {dtype} parameters; use 'auto'")
-            self._placed.update(dict.fromkeys(members, _StatesHome(members, name, self._nvme_path)))
+        placed: dict[torch.Tensor, _StatesHome] = {}
+        with ExitStack() as undo:  # if a later dtype is refused, free the states of the others
+            for dtype, members in by_dtype.items():
+                home = _StatesHome(members, self._format_of(dtype), self._nvme_path)
+                undo.callback(home.close)
+                placed.update(dict.fromkeys(members, home))
+            undo.pop_all()
+        self._placed.update(placed)
+
+    def _format_of(self, dtype: torch.dtype) -> str:
+        name = _FORMATS_OF[dtype][0] if self._state_format == "auto" else self._state_format
+        if name not in _FORMATS_OF[dtype]:
+            raise ConfigError(f"state_format {self._state_format!r} does not fit {dtype} parameters; use 'auto'")
+        return name
 
     def _each_home(self) -> list[_StatesHome]:
         return list(dict.fromkeys(self._placed.values()))

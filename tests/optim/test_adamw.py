@@ -230,6 +230,21 @@ def test_the_swap_file_goes_with_the_optimizer(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_refused_group_leaves_nothing_behind(tmp_path: Path) -> None:
+    fits, fits_too = (nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)) for _ in range(2))
+    refused = nn.Parameter(torch.zeros(8))
+    with pytest.raises(ConfigError, match="does not fit"):
+        infinity.optim.AdamW([fits, refused], offload="nvme", nvme_path=tmp_path, state_format="int8")
+    assert list(tmp_path.iterdir()) == []
+    with infinity.optim.AdamW([fits], offload="nvme", nvme_path=tmp_path, state_format="int8") as optimizer:
+        files = list(tmp_path.iterdir())
+        with pytest.raises(ConfigError, match="does not fit"):
+            optimizer.add_param_group({"params": [fits_too, refused]})
+        assert (list(tmp_path.iterdir()), len(optimizer.param_groups)) == (files, 1)
+        fits.grad = torch.ones_like(fits)
+        optimizer.step()
+
+
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     parameters = list(make_model().parameters())
     with pytest.raises(ConfigError, match="needs nvme_path"):
