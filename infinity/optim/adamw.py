@@ -6,7 +6,7 @@ optimizer = infinity.optim.AdamW(model.parameters(), lr=3e-4, offload="nvme", nv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
@@ -257,24 +257,23 @@ class _StatesHome:
         self._pending: list[tuple[UpdateTicket, torch.Tensor, torch.Tensor]] = []
         tile_bytes = self._layout.tile_bytes
         shards = [-(-parameter.numel() // SHARD_ALIGN) * SHARD_ALIGN for parameter in parameters]
-        aim_bytes = default_tile_bytes(0 if nvme_path is None else 1)
+        drives = [] if nvme_path is None else [NvmeConfig(nvme_path)]
+        aim_bytes = default_tile_bytes(len(drives))
         tile_numel = max(SHARD_ALIGN, aim_bytes // self._layout.bytes_per_param // SHARD_ALIGN * SHARD_ALIGN)
-        slot_count = 0 if nvme_path is None else MOST_SLOTS
         slot_bytes = tile_bytes(min(tile_numel, max(shards, default=SHARD_ALIGN)))
+        if drives:
+            homes, slot_count = repeat(Memory.NVME), MOST_SLOTS
+            arena_bytes = slot_count * slot_bytes
+        else:
+            homes, slot_count = repeat(Memory.HOST), 0
+            arena_bytes = max(SHARD_ALIGN, sum(map(tile_bytes, cut_into_tiles(shards, tile_numel))))
         with ExitStack() as undo:
-            if nvme_path is None:
-                arena = Arena(max(SHARD_ALIGN, sum(map(tile_bytes, cut_into_tiles(shards, tile_numel)))))
-            else:
-                arena = Arena(slot_count * slot_bytes)
-            undo.callback(arena.close)
-            swap = open_swap([NvmeConfig(nvme_path)] if nvme_path else [], IoOptions())
-            undo.callback(swap.close)
+            arena = undo.enter_context(closing(Arena(arena_bytes)))
+            swap = undo.enter_context(closing(open_swap(drives, IoOptions())))
             slots = [arena.lease(slot_bytes) for _ in range(slot_count)]
-            homes = repeat(Memory.NVME if nvme_path else Memory.HOST)
             store = StateStore(shards, tile_numel, tile_bytes, homes, arena=arena, swap=swap, counters=Counters())
             swap.create()
-            self._pipeline = UpdatePipeline(self._layout, store, slots, Counters())
-            undo.callback(self._pipeline.close)
+            self._pipeline = undo.enter_context(closing(UpdatePipeline(self._layout, store, slots, Counters())))
             for parameter in parameters:
                 self.write(parameter, {})
             self._undo = undo.pop_all()

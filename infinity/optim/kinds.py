@@ -44,7 +44,6 @@ def _adam(values: Values, step: int, grad_scale: float) -> Rule:
 
 
 def adagrad_rule(values: Values, step: int, grad_scale: float) -> Rule:
-    """Return Adagrad's rule of an update."""
     numbers = {name: float(values[name]) for name in ("lr", "lr_decay", "eps", "weight_decay")}
     return AdagradHyper(**numbers, step=step, grad_scale=grad_scale)
 

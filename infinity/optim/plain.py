@@ -90,7 +90,6 @@ def betas_of(group: Group) -> tuple[float, float]:
 
 
 def lion_rule(group: Group, step: int, grad_scale: float) -> Rule:
-    """Return Lion's rule of an update."""
     return LionHyper(float(group["lr"]), *betas_of(group), float(group["weight_decay"]), step, grad_scale)
 
 

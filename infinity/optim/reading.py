@@ -28,8 +28,6 @@ UpdateT = TypeVar("UpdateT", bound=TileUpdate)
 
 
 class Reading(Generic[UpdateT]):
-    """Decides which update the worker continues with, and which tiles it reads ahead."""
-
     def __init__(self, queue: UpdateQueue[UpdateT], ring: Ring, states: StateStore) -> None:
         self._queue = queue
         self._ring = ring

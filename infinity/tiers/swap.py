@@ -86,6 +86,7 @@ class SwapSpace:
     Attributes:
         slots: the double-buffered extents.
         run: the argument `run`.
+        verifies: the argument `checksum`. Reads are verified by the ranges in which they were written.
         flush: flushes a file to its drive; takes a descriptor.
     """
 
@@ -100,6 +101,7 @@ class SwapSpace:
     ) -> None:
         self.slots = Slots()
         self.run = run
+        self.verifies = checksum
         self.flush: Callable[[int], None] = os.fdatasync
         self._engines = tuple(engines)
         self._stripes = tuple(stripes)
@@ -112,11 +114,6 @@ class SwapSpace:
     @property
     def size_bytes(self) -> int:
         return sum(self._striping.sizes)
-
-    @property
-    def verifies(self) -> bool:
-        """Whether reads are verified, by the ranges in which they were written."""
-        return self._checksums is not None
 
     @property
     def capacity_bytes(self) -> int:
