@@ -59,29 +59,16 @@ class Striping:
         Raises:
             StorageError: ENOSPC, with the used and the total space of every directory; nothing is reserved.
         """
-        parts = [0] * len(self._stripes)
+        old, sizes = self.sizes, self.sizes.copy()
         for begin in range(0, nbytes, _GRAIN_BYTES):
             grain = min(_GRAIN_BYTES, nbytes - begin)
-            behind = min(self._with_room(parts, grain), key=lambda file: self._fill(file, parts[file]), default=None)
-            if behind is None:
+            fits = [file for file, stripe in enumerate(self._stripes) if sizes[file] + grain <= stripe.capacity_bytes]
+            if not fits:
                 raise self._full(nbytes)
-            parts[behind] += grain
-        pieces = []
-        for file, part in enumerate(parts):
-            if part:
-                pieces.append(Piece(file, self.sizes[file], part))
-                self.sizes[file] += part
-        return tuple(pieces)
-
-    def _with_room(self, parts: Sequence[int], grain: int) -> list[int]:
-        return [
-            file
-            for file, stripe in enumerate(self._stripes)
-            if self.sizes[file] + parts[file] + grain <= stripe.capacity_bytes
-        ]
-
-    def _fill(self, file: int, part: int) -> float:
-        return (self.sizes[file] + part) / self._stripes[file].weight
+            behind = min(fits, key=lambda file: sizes[file] / self._stripes[file].weight)
+            sizes[behind] += grain
+        self.sizes = sizes
+        return tuple(Piece(file, old[file], size - old[file]) for file, size in enumerate(sizes) if size > old[file])
 
     def _full(self, nbytes: int) -> StorageError:
         in_use = ", ".join(
