@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -100,11 +101,13 @@ def count_work(
     Raises:
         ConfigError: the model does not run on `input_ids` and `labels`.
     """
-    work = _count(model, partition, _Run(dtype, batch, seq, checkpointing))
-    if not checkpointing or not partition.blocks:
+    blocks = _outermost(partition)
+    run = _Run(dtype, batch, seq, checkpointing)
+    work = _count(model, blocks, run)
+    if not checkpointing or not blocks:
         return work
-    whole = _count(model, partition, _Run(dtype, batch, seq, checkpointing=False))
-    return replace(work, block_bytes=(whole.saved_bytes - work.saved_bytes) / len(_outermost(partition)))
+    whole = _count(model, blocks, run._replace(checkpointing=False))
+    return replace(work, block_bytes=(whole.saved_bytes - work.saved_bytes) / len(blocks))
 
 
 class _Run(NamedTuple):
@@ -116,33 +119,23 @@ class _Run(NamedTuple):
     checkpointing: bool
 
 
-def _count(model: nn.Module, partition: Partition, run: _Run) -> Work:
-    blocks = _listed_alike(model, partition)
-    if blocks is None:
-        return _work(model, [model.get_submodule(name) for name in _outermost(partition)], run)
-    container = _outermost(partition)[0].rpartition(".")[0]
-    parent_name, _, name = container.rpartition(".")
-    parent = model.get_submodule(parent_name)
+def _count(model: nn.Module, names: list[str], run: _Run) -> Work:
+    """Count the work, see [Note: two layers stand for all]. `names` are those of the blocks."""
+    blocks = [model.get_submodule(name) for name in names]
+    kinds = {(type(block), tuple(param.shape for param in block.parameters())) for block in blocks}
+    listed = model.get_submodule(names[0].rpartition(".")[0]) if names else model
+    is_list_of_all = isinstance(listed, nn.ModuleList) and list(listed) == blocks
+    if len(blocks) < 3 or len(kinds) > 1 or not is_list_of_all:
+        return _work(model, blocks, run)
     works = []
+    members = listed._modules
     for count in (1, 2):
-        setattr(parent, name, nn.ModuleList(blocks[:count]))
+        listed._modules = dict(islice(members.items(), count))
         try:
             works.append(_work(model, blocks[:count], run))
         finally:
-            setattr(parent, name, nn.ModuleList(blocks))
+            listed._modules = members
     return _extended(works[0], works[1], len(blocks))
-
-
-def _listed_alike(model: nn.Module, partition: Partition) -> list[nn.Module] | None:
-    """Return all blocks, if there are more than two, alike, and members of one list."""
-    names = _outermost(partition)
-    container = names[0].rpartition(".")[0] if names else ""
-    if len(names) < 3 or not container:
-        return None
-    blocks = [model.get_submodule(name) for name in names]
-    listed = model.get_submodule(container)
-    kinds = {(type(block), tuple(param.shape for param in block.parameters())) for block in blocks}
-    return blocks if isinstance(listed, nn.ModuleList) and list(listed) == blocks and len(kinds) == 1 else None
 
 
 def _outermost(partition: Partition) -> list[str]:
@@ -156,7 +149,7 @@ def _outermost(partition: Partition) -> list[str]:
 
 
 def _extended(one: Work, two: Work, blocks: int) -> Work:
-    """Extrapolate, see [Note: two layers stand for all]."""
+    """Extrapolate from one and two blocks."""
 
     def line(first: float, second: float, count: int) -> float:
         return first + (count - 1) * (second - first)

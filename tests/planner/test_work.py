@@ -154,11 +154,38 @@ def test_a_real_pass_has_no_more_activations_at_once_than_are_counted(dtype, che
 def test_the_model_is_as_it_was() -> None:
     model = tiny_gpt2()
     before = dict(model.named_parameters())
-    modules = [name for name, _ in model.named_modules()]
+    modules = list(model.named_modules())
     work_of(model, checkpointing=True)
     assert all(param is before[name] for name, param in model.named_parameters())
-    assert [name for name, _ in model.named_modules()] == modules
+    assert list(model.named_modules()) == modules
     assert model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.shape[1] == 4
+
+
+class Chain(nn.ModuleList):
+    """A list of blocks that runs them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+class Chained(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16)
+        self.blocks = Chain(nn.Linear(16, 16) for _ in range(blocks))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.blocks(self.embedding(input_ids)).sum()
+
+
+def test_a_list_of_blocks_that_computes_is_counted_and_stays() -> None:
+    model = Chained(5)
+    blocks = model.blocks
+    assert work_of(model).forward.total_flops == 5 * 2 * 2 * SEQ * 16**2
+    assert model.blocks is blocks
+    assert len(blocks) == 5
 
 
 def test_a_model_of_another_kind_is_refused_with_its_error() -> None:
