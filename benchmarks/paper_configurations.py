@@ -24,7 +24,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
 
 from infinity.config import format_size, load_config
 from infinity.planner import (
@@ -98,7 +97,7 @@ def plan_example(example: Example) -> dict[str, Any]:
     )
     model = decoder_of(example.shape, example.tiles)
     plan = plan_training(model, config, machine)
-    work = count_work(model, plan.sizing.partition, torch.float16, example.batch, SEQ, checkpointing=True)
+    work = count_work(model, plan, example.batch, SEQ, checkpointing=True)
     needs = estimate(plan, work, 0)
     step = predict_step(plan, config, work, rates)
     reached = example.batch * SEQ / 4 * NVME_RATE / GPUS  # a quarter of a flop for each token and byte of the states

@@ -38,7 +38,6 @@ from benchmarks.workload import status_bytes
 from infinity.config import load_config
 from infinity.errors import InfinityError
 from infinity.planner import Machine, count_work, estimate, plan_training
-from infinity.zero.sizing import compute_dtype
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import DTYPES, LR, SEQ, VOCAB, WEIGHT_DECAY, loss_of, tiny_gpt2
 
@@ -190,7 +189,7 @@ def estimated(case: Case, swap: str, before_bytes: int) -> dict[str, int]:
     config = load_config(case.config(swap), world_size=case.world)
     plan = plan_training(tiny_gpt2(), config, Machine(case.world, case.world))
     micro_batch = BATCH // case.world // case.accumulation
-    work = count_work(tiny_gpt2(), plan.sizing.partition, compute_dtype(config), micro_batch, SEQ)
+    work = count_work(tiny_gpt2(), plan, micro_batch, SEQ)
     needs = estimate(plan, work, before_bytes)
     return {"host": needs.budget_bytes, "nvme": needs.nvme_bytes, "process": needs.process_bytes}
 

@@ -55,7 +55,6 @@ from infinity.profiling.processor import optimizer_rates
 from infinity.profiling.products import operation_cost, product_rates
 from infinity.zero.meta import construct_on_meta
 from infinity.zero.ranks import Ranks, join_ranks
-from infinity.zero.sizing import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,7 @@ def worker(case: Case, nvme: Path, steps: int) -> None:
     values = config_of(case, nvme, budget)
     config = load_config(values, world_size=case.ranks)
     plan = plan_training(model_of(case), config, machine)
-    partition, dtype = plan.sizing.partition, compute_dtype(config)
-    work = count_work(model_of(case), partition, dtype, 1, case.tokens, checkpointing=case.checkpointing)
+    work = count_work(model_of(case), plan, 1, case.tokens, checkpointing=case.checkpointing)
 
     rates = [measured_rates(case, plan, nvme, ranks)]
     before_bytes = status_bytes("VmRSS")

@@ -104,12 +104,9 @@ class Asked:
     def work_of(self, model: nn.Module, plan: TrainingPlan, *, checkpointing: bool | None = None) -> Work:
         """Return the work of a micro-batch of a model, by default with the activation checkpoints of the options."""
         from infinity.planner import count_work
-        from infinity.zero.sizing import compute_dtype
 
-        partition, dtype = plan.sizing.partition, compute_dtype(self.config)
-        batch = self.config.micro_batch_size
         checkpointing = self.checkpointing if checkpointing is None else checkpointing
-        return count_work(model, partition, dtype, batch, self.seq_len, checkpointing=checkpointing)
+        return count_work(model, plan, self.config.micro_batch_size, self.seq_len, checkpointing=checkpointing)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from infinity.planner.rates import Rates, with_numbers
 from infinity.planner.step_time import StepTime, predict_step
 from infinity.planner.training_plan import Machine, plan_training
 from infinity.planner.work import count_work
-from infinity.zero.sizing import compute_dtype
 
 _DOUBLINGS = 8
 _BUDGETS = 8
@@ -48,14 +47,7 @@ class Sweep:
 
     def _predict(self, config: Config, rates: Rates) -> StepTime:
         plan = plan_training(self.model, config, self.machine)
-        work = count_work(
-            self.model,
-            plan.sizing.partition,
-            compute_dtype(config),
-            config.micro_batch_size,
-            self.seq_len,
-            checkpointing=self.checkpointing,
-        )
+        work = count_work(self.model, plan, config.micro_batch_size, self.seq_len, checkpointing=self.checkpointing)
         return predict_step(plan, config, work, rates)
 
     def _tokens(self) -> Iterator[Point]:

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from infinity.errors import ConfigError
 from infinity.memory import FRESH_BYTES
+from infinity.planner.training_plan import TrainingPlan
 from infinity.zero.model_parts import has_numbers
 from infinity.zero.partition import Partition
 
@@ -88,21 +89,18 @@ class Work:
         return self.saved_bytes + max(self.block_bytes, self.loss_bytes)
 
 
-def count_work(
-    model: nn.Module, partition: Partition, dtype: torch.dtype, batch: int, seq: int, *, checkpointing: bool = False
-) -> Work:
+def count_work(model: nn.Module, plan: TrainingPlan, batch: int, seq: int, *, checkpointing: bool = False) -> Work:
     """Count the work of a micro-batch of `batch` samples of `seq` tokens in `model`, whose weights may be on meta.
 
     Args:
-        partition: says which modules are blocks.
-        dtype: in which it computes.
+        plan: says which modules are blocks, and in which dtype the model computes.
         checkpointing: keep only the inputs of blocks, and recompute the other activations in backward.
 
     Raises:
         ConfigError: the model does not run on `input_ids` and `labels`.
     """
-    blocks = _outermost(partition)
-    run = _Run(dtype, batch, seq, checkpointing)
+    blocks = _outermost(plan.sizing.partition)
+    run = _Run(plan.sizing.layout.param_dtype, batch, seq, checkpointing)
     work = _count(model, blocks, run)
     if not checkpointing or not blocks:
         return work

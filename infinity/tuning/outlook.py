@@ -155,14 +155,7 @@ class Outlook:
     def _work(self, plan: TrainingPlan, config: Config) -> Work:
         key = config.micro_batch_size
         if key not in self._works:
-            self._works[key] = count_work(
-                self._model,
-                plan.sizing.partition,
-                compute_dtype(config),
-                config.micro_batch_size,
-                self._seq_len,
-                checkpointing=self._checkpointing,
-            )
+            self._works[key] = count_work(self._model, plan, key, self._seq_len, checkpointing=self._checkpointing)
         return self._works[key]
 
     def _rates_of(self, setting: Setting) -> Rates:

@@ -16,7 +16,6 @@ from infinity.planner.lanes import Lanes, Task
 from infinity.planner.simulated_step import PARTS, TimedRank
 from infinity.planner.step_work import step_work
 from infinity.schedule.actions import Action, Evict, Fetch, Spill, Submit, SubmitSpeculative
-from infinity.zero.sizing import compute_dtype
 from tests.action_logs.cases import BATCH, CASES, LARGE, ON_DEVICE, STEPS, Case, Stack, config_of
 from tests.action_logs.write import golden
 from tests.behaviour.reference import named_budget
@@ -86,7 +85,7 @@ def simulated(case: Case, path: Path) -> list[str]:
         params = sum(param.nbytes for param in Counted().parameters())
         host_memory = named_budget(refusal.value) + int(case.room * params)
     plan = plan_training(Counted(), config(host_memory), machine)
-    work = count_work(Counted(), plan.sizing.partition, compute_dtype(config(host_memory)), BATCH, 4)
+    work = count_work(Counted(), plan, BATCH, 4)
     rank = Logged(
         step_work(plan, config(host_memory), work, RATES), Prompt(PARTS, lambda busy: dict.fromkeys(busy, 1.0))
     )

@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 
 import infinity
@@ -27,7 +26,6 @@ from infinity.planner import (
     problems,
 )
 from infinity.zero.budgets import free_for_swap
-from infinity.zero.sizing import compute_dtype
 from tests.behaviour.reference import SEQ, Placement, Recipe, batches, tiny_gpt2, tiny_llama, train_on
 
 
@@ -58,7 +56,7 @@ CPU = Machine()
 def test_gradients_that_never_wait_take_no_more_than_one_unit_has(tmp_path) -> None:
     """How many wait follows from the rates; what is asked for is what they may take, whatever the rates."""
     config, plan, least_known = facts(tmp_path, host_memory=500_000)
-    work = count_work(tiny_llama(), plan.sizing.partition, compute_dtype(config), 1, SEQ)
+    work = count_work(tiny_llama(), plan, 1, SEQ)
     products = {"nn": ((1, 1e6),)}
     taken = {}
     for name, disk_rate in (("fast", 1e12), ("slow", 1e3)):
@@ -73,7 +71,7 @@ def test_gradients_that_never_wait_take_no_more_than_one_unit_has(tmp_path) -> N
 def facts(tmp_path, machine: Machine = CPU, host_memory: int = 2_000_000):
     config = load_config(Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB", host_memory)))
     plan = plan_training(tiny_llama(), config, machine)
-    work = count_work(tiny_llama(), plan.sizing.partition, compute_dtype(config), 1, SEQ)
+    work = count_work(tiny_llama(), plan, 1, SEQ)
     return config, plan, estimate(plan, work, 100)
 
 
@@ -84,7 +82,7 @@ def test_a_gradient_that_several_modules_add_up_is_there_three_times(tmp_path) -
     for name, make in (("tied", tiny_gpt2), ("apart", tiny_llama)):
         model = make()
         plan = plan_training(model, config)
-        work = count_work(model, plan.sizing.partition, compute_dtype(config), 1, SEQ)
+        work = count_work(model, plan, 1, SEQ)
         needs[name] = estimate(plan, work, 0), plan, work
     tied, plan, work = needs["tied"]
     units = plan.sizing.partition.units
@@ -151,7 +149,7 @@ def test_updates_are_speculative_where_the_drives_have_room_for_it(room, schedul
 
 
 def count_short(model: nn.Module, plan: TrainingPlan) -> Work:
-    return count_work(model, plan.sizing.partition, torch.bfloat16, 1, 128)
+    return count_work(model, plan, 1, 128)
 
 
 def test_the_largest_model_fits_and_a_larger_one_does_not(tmp_path) -> None:

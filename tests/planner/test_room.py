@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 
 from infinity.config import Config, load_config
@@ -48,7 +47,7 @@ def auto_config(tmp_path, ranks: int = 1) -> Config:
 
 
 def count(model: nn.Module, plan: TrainingPlan) -> Work:
-    return count_work(model, plan.sizing.partition, torch.bfloat16, 1, 1024)
+    return count_work(model, plan, 1, 1024)
 
 
 def refused(

@@ -26,7 +26,6 @@ from infinity.planner import (
 )
 from infinity.planner.step_time import speeds_of
 from infinity.planner.work import Pass, Product
-from infinity.zero.sizing import compute_dtype
 
 SHAPE = Shape(6, 128, 1024)
 CPU = Machine()
@@ -52,7 +51,7 @@ def predicted(rates: Rates, machine: Machine = CPU, seq: int = 64, **more: Any) 
     config = config_of(**more)
     model = decoder_of(SHAPE)
     plan = plan_training(model, config, machine)
-    work = count_work(model, plan.sizing.partition, compute_dtype(config), 1, seq)
+    work = count_work(model, plan, 1, seq)
     return plan, predict_step(plan, config, work, rates)
 
 

@@ -17,15 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import infinity
 from infinity.config import load_config
 from infinity.memory import FRESH_BYTES
-from infinity.planner import Machine, Shape, Work, count_work, decoder_of, plan_training
+from infinity.planner import Shape, Work, count_work, decoder_of, plan_training
 from tests.behaviour.reference import SEQ, tiny_gpt2, tiny_llama
 
 CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 
 
 def work_of(model: nn.Module, batch: int = 2, seq: int = SEQ, *, checkpointing: bool = False) -> Work:
-    partition = plan_training(model, load_config(CONFIG), Machine()).sizing.partition
-    return count_work(model, partition, torch.float32, batch, seq, checkpointing=checkpointing)
+    plan = plan_training(model, load_config(CONFIG))
+    return count_work(model, plan, batch, seq, checkpointing=checkpointing)
 
 
 class Counted(TorchDispatchMode):
@@ -137,8 +137,8 @@ def test_a_real_pass_has_no_more_activations_at_once_than_are_counted(dtype, che
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    partition = plan_training(model, load_config(CONFIG), Machine()).sizing.partition
-    work = count_work(model, partition, dtype, 2, SEQ, checkpointing=checkpointing)
+    plan = plan_training(model, load_config(CONFIG | {"bf16": {"enabled": dtype is torch.bfloat16}}))
+    work = count_work(model, plan, 2, SEQ, checkpointing=checkpointing)
     model.to(dtype)
     if checkpointing:
         for block in model.model.layers:

@@ -26,7 +26,6 @@ from infinity.planner import (
     plan_with_room,
 )
 from infinity.zero.ranks import Ranks
-from infinity.zero.sizing import compute_dtype
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +55,7 @@ def with_room(
     )
 
     def count(plan: TrainingPlan) -> Work:
-        partition, batch = plan.sizing.partition, config.micro_batch_size
-        return count_work(model, partition, compute_dtype(config), batch, seq_len, checkpointing=checkpointing)
+        return count_work(model, plan, config.micro_batch_size, seq_len, checkpointing=checkpointing)
 
     available, problem = available_memory_bytes(), ""
     try:
