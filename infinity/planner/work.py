@@ -174,7 +174,7 @@ def _extended(one: Work, two: Work, blocks: int) -> Work:
 def _work(model: nn.Module, blocks: list[nn.Module], run: _Run) -> Work:
     """Count one forward and backward pass over tensors without values."""
     saved: dict[int, tuple[torch.Tensor, int]] = {}  # keeps tensors alive, so that no address is reused
-    counter = _Counter()
+    forward, backward = _Counter(), _Counter()
     with _without_values(model, run.dtype) as fake, fake, _checkpointed(blocks, run.checkpointing):
         weights = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
@@ -185,22 +185,20 @@ def _work(model: nn.Module, blocks: list[nn.Module], run: _Run) -> Work:
 
         ids = torch.zeros(run.batch, run.seq, dtype=torch.long)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), counter:
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), forward:
                 output = model(input_ids=ids, labels=ids)
         except Exception as error:
             raise ConfigError(
                 f"the work of {type(model).__name__} cannot be counted: forward(input_ids=..., labels=...) raised "
                 f"{type(error).__name__}: {error}"
             ) from error
-        forward = counter.take()
-        with counter:
+        with backward:
             (output if isinstance(output, torch.Tensor) else output.loss).backward()
-        backward = counter.take()
     sizes = [nbytes for _, nbytes in saved.values()]
     # The float32 log-probabilities kept by the loss are the largest. Backward makes two more tensors of their size at
     # once, whatever the model computes in: their gradient, and that of the logits.
     loss_bytes = 2.0 * max(sizes, default=0)
-    return Work(run.batch * run.seq, forward, backward, float(sum(sizes)), 0.0, loss_bytes)
+    return Work(run.batch * run.seq, forward.counted, backward.counted, float(sum(sizes)), 0.0, loss_bytes)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -260,11 +258,9 @@ class _Counter(TorchDispatchMode):
         self._operations = 0
         self._fresh_bytes = 0.0
 
-    def take(self) -> Pass:
-        """Return the counts since the last call."""
-        taken = Pass(dict(self._flops), self._other_bytes, self._operations, self._fresh_bytes)
-        self._flops, self._other_bytes, self._operations, self._fresh_bytes = Counter(), 0.0, 0, 0.0
-        return taken
+    @property
+    def counted(self) -> Pass:
+        return Pass(dict(self._flops), self._other_bytes, self._operations, self._fresh_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
