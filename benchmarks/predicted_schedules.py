@@ -231,7 +231,7 @@ def run_case(case: Case, nvme: Path, steps: int) -> dict[str, Any]:
         "stall_s": stats.stall_s,
         "phase_s": stats.phase_s,
         "optimizer_s": stats.optimizer_s,
-        "predicted_bytes": [plan.read_bytes, plan.write_bytes],
+        "predicted_bytes": [plan.traffic.read_bytes, plan.traffic.write_bytes],
         "moved_bytes": [moved.get("nvme_read", 0), moved.get("nvme_write", 0)],
     }
 

@@ -236,9 +236,9 @@ def measured_rates(case: Case, plan: TrainingPlan, nvme: Path, ranks: Ranks) -> 
     ranks.barrier()
     profile["optimizer"], profile["memory"] = optimizer_rates(4 << 20, [1], lambda _: None)
     profile["ranks"] = collective_rates(ranks, device)
-    if ranks.rank == 0 and plan.read_bytes:
+    if ranks.rank == 0 and plan.traffic.read_bytes:
         profile |= drive_rates([nvme], 1 << 30, IoOptions(1 << 20, 32, 2), "auto", 1.0, 4 << 20, lambda _: None)
-    if plan.read_bytes == 0:
+    if plan.traffic.read_bytes == 0:
         profile["contention"] = contention(4 << 20, None, 0.5, computes_here=True)
     found = [profile["drives"], profile["contention"]]
     if ranks.size > 1:

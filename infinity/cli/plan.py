@@ -137,7 +137,7 @@ def _print_sizes(plan: TrainingPlan) -> None:
     if plan.split.images_bytes:
         print(f"  undo log      {format_size(plan.split.images_bytes)}")
     print(f"  always there  {format_size(plan.needs.always_bytes)}")
-    there = plan.updated_on_device
+    there, traffic = plan.updated_on_device, plan.traffic
     if there:
         trained = sum(1 for unit in plan.sizing.partition.units if unit.trainable_numel)
         names = ", ".join(there[:_NAMED]) + (f" and {len(there) - _NAMED} more" if len(there) > _NAMED else "")
@@ -146,10 +146,9 @@ def _print_sizes(plan: TrainingPlan) -> None:
             f"of {trained}, which are updated there: {names}"
         )
     print(
-        f"disk, per step  {format_size(plan.read_bytes)} read ({plan.read_bytes / plan.params:.2f} B/parameter), "
-        f"{format_size(plan.write_bytes)} written ({plan.write_bytes / plan.params:.2f})"
+        f"disk, per step  {format_size(traffic.read_bytes)} read ({traffic.read_bytes / plan.params:.2f} B/parameter), "
+        f"{format_size(traffic.write_bytes)} written ({traffic.write_bytes / plan.params:.2f})"
     )
-    traffic = plan.traffic
     if plan.machine.ranks > 1:
         apart = f", {format_size(traffic.averaged)} averaged over replicas" if traffic.averaged else ""
         print(

@@ -111,7 +111,7 @@ def predict_step(plan: TrainingPlan, config: Config, work: Work, rates: Rates) -
         work.tokens * micro * plan.machine.ranks,
         (work.forward.total_flops + work.backward.total_flops) * micro,
         shared,
-        plan.write_bytes * plan.machine.neighbours,
+        plan.traffic.write_bytes * plan.machine.neighbours,
         first.leased_bytes,
     )
 
@@ -125,7 +125,8 @@ def _parts(plan: TrainingPlan, asked: StepWork, rates: Rates) -> dict[str, float
     return {
         "compute": passes * sum(use.forward_s + use.backward_s for use in asked.uses),
         "link": _duplex(rates.link, up, traffic.link_down) + passes * sum(saved[:2]),
-        "disk": _duplex(rates.disk, plan.read_bytes, plan.write_bytes) * machine.neighbours + passes * sum(saved[2:]),
+        "disk": _duplex(rates.disk, traffic.read_bytes, traffic.write_bytes) * machine.neighbours
+        + passes * sum(saved[2:]),
         "optimizer": sum(tile.update_s for unit in asked.units for tile in unit.tiles),
         "collectives": gathered + reduced,
     }
@@ -141,7 +142,7 @@ def _unknown(plan: TrainingPlan, rates: Rates) -> tuple[str, ...]:
     needed = {
         "compute": not rates.products,
         "optimizer": rates.optimizer_params_per_s is None and sum(plan.sizing.shards.off_device) > 0,
-        "disk": rates.disk is None and plan.read_bytes + plan.write_bytes > 0,
+        "disk": rates.disk is None and traffic.read_bytes + traffic.write_bytes > 0,
         "link": rates.link is None and plan.machine.discrete,
         "collectives": (rates.gather_bytes_per_s is None or rates.reduce_bytes_per_s is None)
         and traffic.reduced + traffic.averaged > 0,

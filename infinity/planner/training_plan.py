@@ -108,14 +108,6 @@ class TrainingPlan:
     def updated_on_device(self) -> list[str]:
         return [unit.name for index, unit in enumerate(self.units) if index in self.sizing.on_device]
 
-    @property
-    def read_bytes(self) -> int:
-        return self.traffic.read_bytes
-
-    @property
-    def write_bytes(self) -> int:
-        return self.traffic.write_bytes
-
     def facts(self) -> dict[str, Any]:
         """Return plain values for JSON; the plan's steps by unit name."""
         names = [unit.name for unit in self.units]
@@ -133,8 +125,8 @@ class TrainingPlan:
             "updated_on_device": self.updated_on_device,
             "split": asdict(self.split),
             "nvme_bytes": self.nvme_bytes,
-            "read_bytes_per_step": self.read_bytes,
-            "write_bytes_per_step": self.write_bytes,
+            "read_bytes_per_step": self.traffic.read_bytes,
+            "write_bytes_per_step": self.traffic.write_bytes,
             "gathered_bytes_per_step": self.traffic.gathered,
             "reduced_bytes_per_step": self.traffic.reduced,
             "averaged_bytes_per_step": self.traffic.averaged,

@@ -140,7 +140,7 @@ class Outlook:
             refused="; ".join(self._problems(plan, needs, config)),
             parts=dict(step.parts),
             nvme_bytes=plan.nvme_bytes,
-            moved_bytes=plan.read_bytes + plan.write_bytes,
+            moved_bytes=plan.traffic.read_bytes + plan.traffic.write_bytes,
         )
 
     def _problems(self, plan: TrainingPlan, needs: Estimate, config: Config) -> Iterator[str]:

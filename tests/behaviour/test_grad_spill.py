@@ -57,4 +57,4 @@ def test_the_least_budget_is_that_of_one_unit_and_the_plan_says_so(tmp_path) -> 
             engine.step()
         assert engine.stats().peak_bytes["nvme"] == plan.nvme_bytes
         written = engine.stats().tier_bytes["nvme_write"]
-    assert written == pytest.approx(plan.write_bytes, rel=0.15)
+    assert written == pytest.approx(plan.traffic.write_bytes, rel=0.15)

@@ -36,7 +36,7 @@ def test_bytes_are_those_of_a_step(clipping, params, optimizer, host_memory, tmp
             stats = engine.stats()
             moved.append([stats.tier_bytes.get(f"nvme_{kind}", 0) for kind in ("read", "write")])
         assert stats.peak_bytes["nvme"] == plan.nvme_bytes
-    assert moved[1:] == [[plan.read_bytes, plan.write_bytes]] * 4
+    assert moved[1:] == [[plan.traffic.read_bytes, plan.traffic.write_bytes]] * 4
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_gradients_that_spill_are_those_of_a_step_to_the_byte(micro_batches, hos
             engine.synchronize()
             if (index + 1) % micro_batches == 0:
                 moved.append(tuple(engine.stats().tier_bytes.get(f"nvme_{way}", 0) for way in ("read", "write")))
-    assert moved[2:] == [(plan.read_bytes, plan.write_bytes)] * 2
+    assert moved[2:] == [(plan.traffic.read_bytes, plan.traffic.write_bytes)] * 2
 
 
 def config_file(tmp_path) -> str:

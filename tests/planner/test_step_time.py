@@ -67,9 +67,9 @@ def least_budget(**more: Any) -> dict[str, Any]:
 
 def test_a_slow_drive_bounds_the_step_by_its_bytes() -> None:
     plan, step = predicted(numbers(disk_bytes_per_s=1e6), **least_budget())
-    assert plan.read_bytes > 12 * plan.params
+    assert plan.traffic.read_bytes > 12 * plan.params
     assert step.bottleneck == "disk"
-    assert step.seconds == pytest.approx((plan.read_bytes + plan.write_bytes) / 1e6, rel=0.02)
+    assert step.seconds == pytest.approx((plan.traffic.read_bytes + plan.traffic.write_bytes) / 1e6, rel=0.02)
     assert step.busy["disk"] == pytest.approx(step.seconds, rel=0.01), "it never idles"
 
 
@@ -131,7 +131,9 @@ def test_two_ranks_exchange_parameters_and_gradients_and_share_the_drive() -> No
     assert plan.traffic.reduced == moving // 2, "half of the gradients belongs to the other"
     assert moving / 2 <= plan.traffic.unsharded <= moving
     assert 0 < step.parts["disk"] <= alone.parts["disk"]
-    assert step.parts["disk"] == pytest.approx(2 * (plan.read_bytes + plan.write_bytes) / 1e6), "both have one drive"
+    assert step.parts["disk"] == pytest.approx(2 * (plan.traffic.read_bytes + plan.traffic.write_bytes) / 1e6), (
+        "both have one drive"
+    )
     assert "collectives" not in step.unknown
 
 
@@ -188,7 +190,7 @@ def test_what_has_no_rate_is_named() -> None:
 def test_wear() -> None:
     plan, step = predicted(numbers(disk_bytes_per_s=1e6), **least_budget())
     day, days = step.wear(1e12)
-    assert day == pytest.approx(plan.write_bytes / step.seconds * 86400)
+    assert day == pytest.approx(plan.traffic.write_bytes / step.seconds * 86400)
     assert days == pytest.approx(1e12 / day)
 
 
