@@ -16,7 +16,6 @@ from infinity.schedule.placement import Placement, place
 from infinity.tiers import Memory
 from infinity.zero.budgets import auto_bytes, cut_to_fit, device_budgets, fits, host_capacity
 from infinity.zero.model_parts import has_numbers
-from infinity.zero.partition import Partition
 from infinity.zero.ranks import Ranks
 from infinity.zero.sizing import Sizing, size_up
 
@@ -162,7 +161,7 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     there = device_budgets(sizing, config, split, Ledger("host memory", capacity), machine.device_bytes or 0)
     beside = needs.collecting_bytes + needs.activations_bytes + needs.initial_extra_bytes(split)
-    uses = _uses(sizing.partition)
+    uses = tuple(Use(unit, point.in_block) for point in sizing.partition.hook_points for unit in point.units)
     moving = [unit for unit, _ in uses if sizing.specs[unit].offloaded]
     sizes = [spec.nbytes for spec in sizing.specs]
     steps = make_plan([*moving, *reversed(moving)], sizes, there.params.capacity_bytes, sizing.ahead_bytes)
@@ -185,16 +184,6 @@ def plan_training(model: nn.Module, config: Config, machine: Machine = Machine()
         uses=uses,
         steps=steps,
         traffic=traffic_of(sizing, placement, steps, config.gradient_accumulation_steps, there.sums.capacity_bytes),
-    )
-
-
-def _uses(partition: Partition) -> tuple[Use, ...]:
-    """Return the uses of a model that is assumed to run through its modules in order."""
-    starts = tuple(f"{name}." for name in partition.blocks)
-    return tuple(
-        Use(unit, point.module_name in partition.blocks or point.module_name.startswith(starts))
-        for point in partition.hook_points
-        for unit in point.units
     )
 
 

@@ -25,7 +25,7 @@ from infinity.optim.formats import SHARD_ALIGN
 from infinity.tiers import WHOLE, FileRun, Sharding, StoredTensor, lay_out_image, overlap
 from infinity.tiers.state_layout import StateLayout
 from infinity.zero.model_parts import has_numbers, local_part
-from infinity.zero.unit_modules import unit_modules
+from infinity.zero.unit_modules import UnitModule, unit_modules
 
 PERSISTENT = "persistent"
 IN_FILES = " (in its files)"  # suffix of the module's name
@@ -144,11 +144,13 @@ class HookPoint:
     Attributes:
         moving: whether one of the units can be evicted, or has gradients that are reduced when backward leaves the
             module. If False, a use only waits for updates.
+        in_block: whether the module is a block or inside of one.
     """
 
     module_name: str
     units: tuple[int, ...]
     moving: bool
+    in_block: bool
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def make_partition(
         raise ConfigError("the model has no floating-point parameters to train or place")
     members: dict[str, list[str]] = {}  # unit name -> its parameters
     unit_of: dict[str, str] = {}  # parameter -> unit name
-    uses: list[tuple[str, list[str]]] = []  # module -> the parameters that its forward uses
+    uses: list[tuple[UnitModule, list[str]]] = []  # module -> the parameters that its forward uses
     modules = list(unit_modules(model, limit_numel, leaves))
     for part in modules:
         used = list(dict.fromkeys(names[id(p)] for p in part.parameters() if id(p) in names))
@@ -229,7 +231,7 @@ def make_partition(
             apart = IN_FILES if name in in_files else ""
             unit_of[name] = PERSISTENT if is_small else part.name + apart
             members.setdefault(unit_of[name], []).append(name)
-        uses.append((part.name, used))
+        uses.append((part, used))
     order = sorted(members, key=lambda unit_name: unit_name == PERSISTENT)  # stable; the persistent one last
     units: list[UnitLayout] = []
     for index, unit_name in enumerate(order):
@@ -244,10 +246,10 @@ def make_partition(
     index_of = {unit.name: unit.index for unit in units}
     hook_points = []
     blocks = tuple(part.name for part in modules if part.is_block)
-    for module_name, used in uses:
+    for part, used in uses:
         needed = tuple(sorted({index_of[unit_of[name]] for name in used}))
         moving = bool(needed) and (watched or any(not units[i].persistent for i in needed))
-        hook_points.append(HookPoint(module_name, needed, moving))
+        hook_points.append(HookPoint(part.name, needed, moving, part.in_block))
     return Partition(tuple(units), tuple(hook_points), sharding, blocks)
 
 

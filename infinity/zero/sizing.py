@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,17 +88,9 @@ class Sizing:
         """Return units whose gradients arrive over the whole backward pass, or together with other units' gradients."""
         if not self.layer_major:
             return [unit.index for unit in self.partition.units if unit.name == PERSISTENT]
-        points = self.partition.hook_points
-        users = Counter(unit for point in points for unit in point.units)
-        blocks = self.partition.blocks
-        inside = tuple(f"{name}." for name in blocks)
-        alone = {
-            unit
-            for point in points
-            if point.module_name in blocks or point.module_name.startswith(inside)
-            for unit in point.units
-        }
-        return [unit.index for unit in self.partition.units if users[unit.index] > 1 or unit.index not in alone]
+        in_blocks = {unit for point in self.partition.hook_points if point.in_block for unit in point.units}
+        alone = in_blocks - self.partition.shared
+        return [unit.index for unit in self.partition.units if unit.index not in alone]
 
     @cached_property
     def may_come(self) -> list[int]:

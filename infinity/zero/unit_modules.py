@@ -29,6 +29,7 @@ class UnitModule:
 
     Attributes:
         is_block: whether it is one of the modules of which the model is a sequence.
+        in_block: whether it is one of these, or inside of one.
         whole: whether its unit contains all parameters of its subtree, also small ones. If False, its unit contains
             only the module's own parameters, and small ones stay in memory.
         apart: modules in the subtree that have units of their own.
@@ -37,6 +38,7 @@ class UnitModule:
     name: str
     module: nn.Module
     is_block: bool = False
+    in_block: bool = False
     whole: bool = False
     apart: frozenset[nn.Module] = frozenset()
 
@@ -85,10 +87,12 @@ def _of_block(
 ) -> Iterator[UnitModule]:
     """Yield a block, and the modules in it that have units of their own."""
     apart = frozenset(_apart(block, limit_numel, leaves))
-    yield UnitModule(name, block, is_block=is_block, whole=True, apart=apart)
+    yield UnitModule(name, block, is_block=is_block, in_block=is_block, whole=True, apart=apart)
     for part_name, part in block.named_modules(prefix=name):
         if part is not block and part in apart:
-            yield UnitModule(part_name, part, is_block=isinstance(part, Tile), whole=True, apart=apart)
+            is_tile = isinstance(part, Tile)
+            in_block = is_block or is_tile
+            yield UnitModule(part_name, part, is_block=is_tile, in_block=in_block, whole=True, apart=apart)
 
 
 def _apart(module: nn.Module, limit_numel: int | None, leaves: Set[nn.Module]) -> Iterator[nn.Module]:
