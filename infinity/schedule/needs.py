@@ -292,25 +292,19 @@ def units_that_fit(rules: Rules, shards: Shards, order: Sequence[int], spare_byt
 
     The memory must also hold the gradients of these units that exist at once, and the scratch of an update.
     """
-    states = [shards.states_bytes([unit]) for unit in range(len(shards.numels))]
-    scratch = scratch_bytes(max((shards.numels[unit] for unit in order), default=0))
-    if rules.grads.holds_all:
-        grads = [numel * shards.grad_dtype.itemsize for numel in shards.numels]
-        sizes, passing = [sum(pair) for pair in zip(states, grads, strict=True)], scratch
-    else:
-        sizes, passing = states, scratch + device_grads(rules, shards, order).overlap
-    taken = as_far_as_fits(order, sizes, spare_bytes - passing)
-    return [unit for unit in order if unit in taken]
+    grad_bytes = shards.grad_dtype.itemsize if rules.grads.holds_all else 0
+    sizes = [shards.states_bytes([unit]) + grad_bytes * numel for unit, numel in enumerate(shards.numels)]
+    passing = scratch_bytes(max((shards.numels[unit] for unit in order), default=0))
+    if not rules.grads.holds_all:
+        passing += device_grads(rules, shards, order).overlap
+    return as_far_as_fits(order, sizes, spare_bytes - passing)
 
 
 def summed_once(rules: Rules, shards: Shards, capacity_bytes: int) -> dict[int, int]:
     """Return units whose sums the replicas exchange once a step, as far as there is memory, with the bytes of each."""
-    taken: dict[int, int] = {}
-    for unit, nbytes in enumerate(_sum_sizes(rules, shards) if rules.grads.sums_once else ()):
-        if 0 < nbytes <= capacity_bytes:
-            taken[unit] = nbytes
-            capacity_bytes -= nbytes
-    return taken
+    sizes = _sum_sizes(rules, shards) if rules.grads.sums_once else ()
+    trained = [unit for unit, nbytes in enumerate(sizes) if nbytes]
+    return {unit: sizes[unit] for unit in as_far_as_fits(trained, sizes, capacity_bytes)}
 
 
 def device_grads(rules: Rules, shards: Shards, came: Collection[int] = ()) -> GradShare:

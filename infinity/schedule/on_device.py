@@ -151,11 +151,11 @@ def promotion_order(numels: Sequence[int], first: Collection[int]) -> list[int]:
     return [unit for unit in first if numels[unit]] + [others[index] for index in spread]
 
 
-def as_far_as_fits(order: Sequence[int], sizes: Sequence[int], capacity: int) -> frozenset[int]:
-    """Return the units that fit into the capacity together, taken in order; skip any that is too large."""
+def as_far_as_fits(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[int]:
+    """Return the units that fit into the capacity together, in order; skip any that is too large."""
     taken = []
     for unit in order:
         if sizes[unit] <= capacity:
             taken.append(unit)
             capacity -= sizes[unit]
-    return frozenset(taken)
+    return taken

@@ -309,7 +309,7 @@ def _on_device(partition: Partition, share: float) -> frozenset[int]:
     """Return units with at most this share of all states, as close to it as whole units allow."""
     numels = [unit.trainable_numel for unit in partition.units]
     order = promotion_order(numels, first_to_go(partition))
-    return as_far_as_fits(order, numels, int(share * sum(numels)))
+    return frozenset(as_far_as_fits(order, numels, int(share * sum(numels))))
 
 
 def first_to_go(partition: Partition) -> list[int]:
