@@ -139,10 +139,11 @@ def _print_sizes(plan: TrainingPlan) -> None:
     print(f"  always there  {format_size(plan.needs.always_bytes)}")
     there, traffic = plan.updated_on_device, plan.traffic
     if there:
+        states_bytes = plan.sizing.shards.states_bytes(plan.sizing.on_device)
         trained = sum(1 for unit in plan.sizing.partition.units if unit.trainable_numel)
         names = ", ".join(there[:_NAMED]) + (f" and {len(there) - _NAMED} more" if len(there) > _NAMED else "")
         print(
-            f"on the device   {format_size(plan.sizing.shards.device_states_bytes)} of states, of {len(there)} units "
+            f"on the device   {format_size(states_bytes)} of states, of {len(there)} units "
             f"of {trained}, which are updated there: {names}"
         )
     print(

@@ -120,7 +120,7 @@ class TrainingPlan:
             "host_bytes": self.host_bytes,
             "host_used_bytes": self.host_used_bytes,
             "device_used_bytes": self.device_used_bytes,
-            "states_on_device_bytes": self.sizing.shards.device_states_bytes,
+            "states_on_device_bytes": self.sizing.shards.states_bytes(self.sizing.on_device),
             "updated_on_device": self.updated_on_device,
             "split": asdict(self.split),
             "nvme_bytes": self.nvme_bytes,

@@ -33,12 +33,6 @@ def cut_into_tiles(shard_numels: Sequence[int], tile_numel: int) -> Iterator[int
             yield rest
 
 
-def sizes_of_tiles(shard_numels: Sequence[int], tile_numel: int, tile_bytes: Callable[[int], int]) -> list[int]:
-    """Return the bytes of every tile of every shard."""
-    # A large model has a million tiles, but few different ones.
-    return [*map(cache(tile_bytes), cut_into_tiles(shard_numels, tile_numel))]
-
-
 @dataclass(frozen=True)
 class Shards:
     """The sizes of this rank's optimizer states and gradients.
@@ -78,15 +72,12 @@ class Shards:
         """Bytes of each unit's gradients that are off the device."""
         return [numel * self.grad_dtype.itemsize for numel in self.off_device]
 
-    @cached_property
-    def device_states_bytes(self) -> int:
-        return self.states_bytes(self.on_device)
-
     def states_bytes(self, units: Collection[int]) -> int:
         return sum(self._tile_sizes([self.numels[unit] for unit in units]))
 
     def _tile_sizes(self, numels: Sequence[int]) -> list[int]:
-        return sizes_of_tiles(numels, self.tile_numel, self.tile_bytes)
+        # A large model has a million tiles, but few different ones.
+        return [*map(cache(self.tile_bytes), cut_into_tiles(numels, self.tile_numel))]
 
 
 def may_come(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, first: Collection[int]) -> list[int]:
@@ -277,7 +268,7 @@ class DeviceShare(NamedTuple):
 
 def device_share(rules: Rules, shards: Shards) -> DeviceShare:
     grads = device_grads(rules, shards)
-    return DeviceShare(shards.device_states_bytes, grads.overlap, grads.most, sum(_sum_sizes(rules, shards)))
+    return DeviceShare(shards.states_bytes(shards.on_device), grads.overlap, grads.most, sum(_sum_sizes(rules, shards)))
 
 
 def _sum_sizes(rules: Rules, shards: Shards) -> Sequence[int]:

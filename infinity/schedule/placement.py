@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.schedule.budget import MemorySplit
-from infinity.schedule.needs import Shards, by_block, cut_into_tiles, param_bytes, sizes_of_tiles
+from infinity.schedule.needs import Shards, by_block, cut_into_tiles, param_bytes
 from infinity.schedule.rules import Rules
 from infinity.tiers import FlatSpec, GradHomes, Memory
 
@@ -48,7 +48,7 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
                 shards.grad_sizes, shards.standing, split.grads_bytes, spills=rules.grads.spills, blocks=shards.blocks
             )
         # states whose home is host memory are granted in full
-        stay = resident_tiles(shards.off_device, shards.tile_numel, shards.tile_bytes, split.states_bytes)
+        stay = resident_tiles(shards, split.states_bytes)
     homes_bytes = split.homes_bytes - param_bytes(rules, specs).staging
     of_tile = iter(stay)
     return Placement(
@@ -92,17 +92,15 @@ def stay_in_memory(sizes: Sequence[int], resident_bytes: int) -> list[bool]:
     return stay
 
 
-def resident_tiles(
-    shard_numels: Sequence[int], tile_numel: int, tile_bytes: Callable[[int], int], resident_bytes: int
-) -> list[bool]:
-    """Return which tiles of optimizer states stay in `resident_bytes` of host memory.
+def resident_tiles(shards: Shards, resident_bytes: int) -> list[bool]:
+    """Return which tiles of optimizer states, of those off the device, stay in `resident_bytes` of host memory.
 
     Every step uses each tile once. For such a cyclic scan, no replacement policy has more hits than a fixed choice.
     Tiles of the first unit come first: its gradients are the last of a backward pass, and the next forward begins with
     it, so that its traffic would not overlap with computation.
     """
-    sizes = sizes_of_tiles(shard_numels, tile_numel, tile_bytes)
-    first = -(-next((numel for numel in shard_numels if numel), 0) // tile_numel)
+    sizes = shards.tile_sizes
+    first = -(-next((numel for numel in shards.off_device if numel), 0) // shards.tile_numel)
     within = sum(total <= resident_bytes for total in itertools.accumulate(sizes[:first]))
     return [True] * within + stay_in_memory(sizes[within:], resident_bytes - sum(sizes[:within]))
 
@@ -136,10 +134,8 @@ def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[boo
             kept[unit] = fitting
             free_bytes -= beside + sum(tiles[unit][:fitting])
 
-    first = next((unit for unit, sizes in enumerate(tiles) if sizes), None)
-    if first is not None:
-        keep(first)  # see `resident_tiles`
-    others = [unit for unit, sizes in enumerate(tiles) if sizes and unit != first]
+    first, *others = [unit for unit, sizes in enumerate(tiles) if sizes]
+    keep(first)  # see `resident_tiles`
     costs = [sum(tiles[unit]) + (0 if unit in own else grads[unit]) for unit in others]
     whole = stay_in_memory(costs, free_bytes)
     for unit in itertools.compress(others, whole):

@@ -22,6 +22,7 @@ from infinity.memory import Arena
 from infinity.optim.formats import SHARD_ALIGN, state_layout
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.ticket import Segment, UpdateTicket, WriteParams
+from infinity.schedule.needs import Shards
 from infinity.schedule.placement import resident_tiles
 from infinity.telemetry import Counters, StallCause, Times
 from infinity.tiers import Memory, Move, StateStore, SwapSpace, open_swap
@@ -96,7 +97,8 @@ def stage(path: Path, *, resident_bytes: int, slots: int = 3) -> Iterator[Stage]
     layout = state_layout("fp32")
     arena = Arena(1 << 20)
     swap = open_swap([NvmeConfig(path)], IoOptions())
-    stay = resident_tiles([NUMEL] * UNITS, SHARD_ALIGN, layout.tile_bytes, resident_bytes)
+    shards = Shards([NUMEL] * UNITS, SHARD_ALIGN, layout.tile_bytes, torch.float32, ())
+    stay = resident_tiles(shards, resident_bytes)
     states = StateStore(
         [NUMEL] * UNITS,
         SHARD_ALIGN,

@@ -157,7 +157,7 @@ def test_shards_on_the_devices_put_nothing_on_the_link() -> None:
     assert fast.parts["link"] == fast.parts["optimizer"] == 0 < min(slow.parts["link"], slow.parts["optimizer"])
     assert there.traffic.gathered == below.traffic.gathered
     shards = sum(spec.shard_nbytes for spec in there.sizing.specs)
-    states = there.sizing.shards.device_states_bytes
+    states = there.sizing.shards.states_bytes(there.sizing.on_device)
     assert there.device_used_bytes >= shards + states
     assert there.needs.homes_bytes < shards, "the host has what is looked at"
 

@@ -328,7 +328,7 @@ def test_resident_tiles_keep_to_the_budget_and_begin_with_the_first_unit(
     shards: list[int], tile: int, resident_bytes: int
 ) -> None:
     sizes = list(cut_into_tiles(shards, tile))
-    stay = resident_tiles(shards, tile, same, resident_bytes)
+    stay = resident_tiles(Shards(shards, tile, same, torch.bfloat16, ()), resident_bytes)
     assert len(stay) == len(sizes)
     held = sum(size for size, stays in zip(sizes, stay, strict=True) if stays)
     assert held <= resident_bytes
@@ -340,5 +340,5 @@ def test_resident_tiles_keep_to_the_budget_and_begin_with_the_first_unit(
 
 
 def test_the_tiles_besides_those_of_the_first_unit_are_spread_evenly() -> None:
-    stay = resident_tiles([400] + [100] * 8, 100, same, 400 + 400)
+    stay = resident_tiles(Shards([400] + [100] * 8, 100, same, torch.bfloat16, ()), 400 + 400)
     assert stay == [True] * 4 + [False, True] * 4
