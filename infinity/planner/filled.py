@@ -14,7 +14,6 @@ from infinity.planner.training_plan import TrainingPlan
 from infinity.planner.work import Work
 from infinity.schedule.needs import units_that_fit
 from infinity.schedule.on_device import why_not_filled
-from infinity.schedule.placement import Placement
 from infinity.tiers import Memory
 from infinity.zero.partition import PERSISTENT
 from infinity.zero.sizing import is_exact
@@ -74,26 +73,16 @@ def once_filled(plan: TrainingPlan, config: Config, later: Collection[int]) -> T
     if not later:
         return plan
     sizing = replace(plan.sizing, on_device=plan.sizing.on_device.union(later))
-    placement = _moved(plan, later)
+    tiles = tuple(
+        (Memory.DEVICE,) * len(homes) if unit in later else homes for unit, homes in enumerate(plan.placement.tiles)
+    )
+    off_device = [home for homes in tiles for home in homes if home is not Memory.DEVICE]
+    sizes = zip(sizing.shards.tile_sizes, off_device, strict=True)
+    stored_bytes = sum(nbytes for nbytes, home in sizes if home is Memory.NVME)
+    placement = replace(plan.placement, tiles=tiles, stored_states_bytes=stored_bytes)
     micro = config.gradient_accumulation_steps
     traffic = traffic_of(sizing, placement, plan.steps, micro, plan.sums_bytes)
     return replace(plan, sizing=sizing, placement=placement, traffic=traffic)
-
-
-def _moved(plan: TrainingPlan, later: Collection[int]) -> Placement:
-    """Return the placement after the states and gradients of these units have moved to the device."""
-    placement, shards = plan.placement, plan.sizing.shards
-    moved_bytes = sum(shards.grad_sizes[unit] for unit in placement.grad_homes.spilled if unit in later)
-    for unit in later:
-        sizes = zip(shards.tile_sizes_of(unit), placement.tiles[unit], strict=True)
-        moved_bytes += sum(nbytes for nbytes, home in sizes if home is Memory.NVME)
-    return replace(
-        placement,
-        tiles=tuple(
-            (Memory.DEVICE,) * len(homes) if unit in later else homes for unit, homes in enumerate(placement.tiles)
-        ),
-        stored_bytes=placement.stored_bytes - moved_bytes,
-    )
 
 
 def states_on_device(plan: TrainingPlan, config: Config, work: Work | None) -> str:

@@ -91,12 +91,11 @@ def _never_taken_bytes(plan: TrainingPlan, step: StepTime | None) -> int:
     homes, shards = plan.placement.grad_homes, plan.sizing.shards
     own_bytes = sum(shards.grad_sizes[unit] for unit in homes.own)
     if homes.spilled:
-        spilled = [shards.grad_sizes[unit] for unit in homes.spilled]
-        on_drive = plan.placement.stored_bytes - sum(spilled)
-        states_bytes = sum(shards.tile_sizes) - on_drive
+        slot_bytes = max(shards.grad_sizes[unit] for unit in homes.spilled)
+        states_bytes = sum(shards.tile_sizes) - plan.placement.stored_states_bytes
         # Added up: gradients of units whose states stay in memory may count among the states.
         granted_bytes = plan.split.grads_bytes + plan.split.states_bytes
-        return params + granted_bytes - own_bytes - homes.slots * max(spilled) - states_bytes
+        return params + granted_bytes - own_bytes - homes.slots * slot_bytes - states_bytes
     if step is None or step.unknown:
         return params
     return params + max(0, plan.split.grads_bytes - own_bytes - step.leased_grads_bytes)

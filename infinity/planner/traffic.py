@@ -70,8 +70,8 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
     over_link = [] if rules.one_memory else [unit for unit in coming if not specs[unit].has_device_shard]
     whole_bytes = passes * sum(specs[unit].nbytes for unit in _unsharded(steps))
     spills = placement.grad_homes
-    sizes = [sizing.shards.grad_sizes[unit] for unit in spills.spilled]
-    spilling = [] if rules.grads.reconstructs else sizes  # gradients of speculative updates do not spill
+    # Gradients of speculative updates do not spill.
+    spilling = [] if rules.grads.reconstructs else [sizing.shards.grad_sizes[unit] for unit in spills.spilled]
     trained = sum(unit.trainable_numel for unit in sizing.partition.units)
     reduces = micro_batches if rules.grads.reduces_every_pass else 1
     travel = sizing.communication_dtype.itemsize
@@ -86,7 +86,7 @@ def traffic_of(sizing: Sizing, placement: Placement, steps: Plan, micro_batches:
         disk=passes * sum(specs[unit].shard_nbytes for unit in coming if stored[unit]),
         link=passes * sum(specs[unit].shard_nbytes for unit in over_link),
         unsharded=_sent(whole_bytes, rules.sharding.count),
-        states=placement.stored_bytes - sum(sizes),
+        states=placement.stored_states_bytes,
         params_written=sum(specs[unit].shard_nbytes for unit in written(sizing, steps) if stored[unit]),
         # The first units' gradients, the last of backward, stay in the slots, except slots that were written early. The
         # updates begin with these units and find them in memory.

@@ -219,5 +219,5 @@ def _nvme_bytes(sizing: Sizing, placement: Placement) -> int:
     else:
         homes = zip(sizing.specs, placement.params, strict=True)
         stored = [spec.shard_nbytes for spec, home in homes if home is Memory.NVME]
-        lasting = [placement.stored_bytes - spilled, *stored]
+        lasting = [placement.stored_states_bytes, *stored]
     return spilled + (2 if sizing.is_double_buffered else 1) * sum(map(aligned, lasting))

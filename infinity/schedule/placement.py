@@ -24,13 +24,13 @@ class Placement:
         params: homes of parameters, by unit.
         tiles: homes of tiles of optimizer states, by unit and tile.
         grad_homes: which units have memory of their own for their gradients, and which share memory.
-        stored_bytes: optimizer states and gradients on NVMe, which each step reads and writes.
+        stored_states_bytes: optimizer states on NVMe, which each step reads and writes.
     """
 
     params: tuple[Memory, ...]
     tiles: tuple[tuple[Memory, ...], ...]
     grad_homes: GradHomes
-    stored_bytes: int
+    stored_states_bytes: int
 
     def host_homes_bytes(self, specs: Sequence[FlatSpec]) -> int:
         return sum(spec.shard_nbytes for spec, home in zip(specs, self.params, strict=True) if home is Memory.HOST)
@@ -61,8 +61,7 @@ def place(rules: Rules, specs: Sequence[FlatSpec], shards: Shards, split: Memory
             for unit, numel in enumerate(shards.numels)
         ),
         grad_homes=grads,
-        stored_bytes=sum(shards.grad_sizes[unit] for unit in grads.spilled)
-        + sum(size for size, stays in zip(shards.tile_sizes, stay, strict=True) if not stays),
+        stored_states_bytes=sum(size for size, stays in zip(shards.tile_sizes, stay, strict=True) if not stays),
     )
 
 
