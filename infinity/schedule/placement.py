@@ -136,10 +136,8 @@ def place_units(shards: Shards, split: MemorySplit) -> tuple[GradHomes, list[boo
     first, *others = [unit for unit, sizes in enumerate(tiles) if sizes]
     keep(first)  # see `resident_tiles`
     costs = [sum(tiles[unit]) + (0 if unit in own else grads[unit]) for unit in others]
-    whole = stay_in_memory(costs, free_bytes)
-    for unit in itertools.compress(others, whole):
-        keep(unit)
-    for unit in (unit for unit, stays in zip(others, whole, strict=True) if not stays):
+    whole = dict(zip(others, stay_in_memory(costs, free_bytes), strict=True))
+    for unit in sorted(others, key=lambda unit: not whole[unit]):  # units that stay as a whole come first
         keep(unit)
     stay = [index < count for count, sizes in zip(kept, tiles, strict=True) for index in range(len(sizes))]
     spilled = tuple(unit for unit in homes.spilled if unit not in own)
