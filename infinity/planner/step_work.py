@@ -329,18 +329,18 @@ def _uses(plan: TrainingPlan, config: Config, work: Work, rates: Rates, together
     last = max((index for index, use in enumerate(plan.uses) if not use.in_block), default=len(plan.uses) - 1)
     saved, stored = _activations(plan, config, work)
     (reads, writes), (up, down) = _ways(rates.disk), _ways(rates.link)
+
+    def computed(whole: Pass, outside: Pass, part: float, *, is_last: bool) -> float:
+        apart = rates.compute_s(outside) or 0.0
+        inside = (rates.compute_s(whole) or 0.0) - apart
+        return share * together * (part * inside + (apart if is_last else 0.0))
+
     for index, use in enumerate(plan.uses):
-        part = numels[index] / max(1, sum(numels))
-
-        def computed(whole: Pass, outside: Pass, part: float = part, *, is_last: bool = index == last) -> float:
-            apart = rates.compute_s(outside) or 0.0
-            inside = (rates.compute_s(whole) or 0.0) - apart
-            return share * together * (part * inside + (apart if is_last else 0.0))
-
+        part, is_last = numels[index] / max(1, sum(numels)), index == last
         yield UseWork(
             use.unit,
-            computed(work.forward, work.outside_forward),
-            computed(work.backward, work.outside_backward),
+            computed(work.forward, work.outside_forward, part, is_last=is_last),
+            computed(work.backward, work.outside_backward, part, is_last=is_last),
             down_s=_over(part * saved * together, down),
             up_s=_over(part * saved * together, up),
             write_s=_over(part * stored * together * plan.machine.neighbours, writes),
