@@ -123,6 +123,7 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, cut_bytes: int | None 
         CapacityError: the capacity is below `needs.least_bytes`; the message says by how much and why.
     """
     spare = capacity_bytes - needs.least_bytes
+        cut = "" if cut_bytes is None else f" (from {cut_bytes} on, blocks are cut into units of their modules)"
     if spare < 0:
         raise CapacityError(
             f"tiering.host_memory is {format_size(capacity_bytes)} but this model needs at least "
@@ -133,7 +134,7 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, cut_bytes: int | None 
             f"always held {format_size(needs.always_bytes + needs.states_min_bytes)}"
             f"{_further(needs)}. "
             f"Raise tiering.host_memory to {needs.least_bytes} bytes ({size_to_set(needs.least_bytes)}) or more"
-            f"{_or_cut(cut_bytes)}, lower tiering.tile_size, "
+            f"{cut}, lower tiering.tile_size, "
             "or move a section to nvme."
             + advice_on_unit(
                 needs.largest_unit,
@@ -164,10 +165,6 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, cut_bytes: int | None 
     return MemorySplit(params, grads, states, ring, homes, undo_log, sums)
 
 
-def _or_cut(least_bytes: int | None) -> str:
-    return "" if least_bytes is None else f" (from {least_bytes} on, blocks are cut into units of their modules)"
-
-
 def _further(needs: MemoryNeeds) -> str:
     """Return the needs that only some placements have, in words."""
     parts = {
@@ -181,12 +178,6 @@ def _further(needs: MemoryNeeds) -> str:
 def raise_memory(key: str, more_bytes: int) -> str:
     """Return advice to raise the budget of a memory."""
     return f"raise {key} by {more_bytes} bytes ({size_to_set(more_bytes)}), of which parameters get a part"
-
-
-def gather_more(ahead_numel: int, itemsize: int, more_bytes: int) -> str:
-    """Return advice to raise the limit on gathered units, for the case in which memory does not limit them."""
-    numel = ahead_numel + -(-more_bytes // itemsize)
-    return f"raise zero_optimization.stage3_prefetch_bucket_size to {numel} elements"
 
 
 def advice_on_unit(unit: str, unit_bytes: int, capacity_bytes: int, is_embedding: bool, at_once: int = 1) -> str:

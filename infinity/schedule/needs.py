@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from infinity.kernels import scratch_bytes
-from infinity.schedule.budget import MemoryNeeds, gather_more, raise_memory
+from infinity.schedule.budget import MemoryNeeds, raise_memory
 from infinity.schedule.on_device import as_far_as_fits, promotion_order
 from infinity.schedule.rules import Rules
 from infinity.tiers import ARRIVING_UNITS, FlatSpec, Memory
@@ -147,8 +147,9 @@ def room_advice(rules: Rules, params: ParamBytes, itemsize: int, moving_bytes: i
         moving_bytes: the memory that these units have.
         more_bytes: the bytes that are missing.
     """
-    if rules.params.gathers and moving_bytes >= params.computed.most:
-        return gather_more(rules.params.ahead_numel, itemsize, more_bytes)
+    if rules.params.gathers and moving_bytes >= params.computed.most:  # memory does not limit them
+        numel = rules.params.ahead_numel + -(-more_bytes // itemsize)
+        return f"raise zero_optimization.stage3_prefetch_bucket_size to {numel} elements"
     return raise_memory("tiering.host_memory" if rules.one_memory else "tiering.device_memory", more_bytes)
 
 
