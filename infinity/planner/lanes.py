@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from random import Random
 from typing import NamedTuple
 
@@ -64,8 +64,7 @@ class Lanes(Clock):
         self.busy_s = dict.fromkeys(parts.values(), 0.0)
         self._parts = dict(parts)
         self._lanes: dict[str, list[Task]] = {name: [] for name in parts}  # the first task runs now
-        self._speeds = speeds
-        self._known: dict[frozenset[str], Mapping[str, float]] = {}
+        self._speeds = cache(speeds)
         self._turns: deque[Callable[[], object]] = deque()  # pending turns of the worker
         self._cause = ""
 
@@ -136,9 +135,7 @@ class Lanes(Clock):
         busy = frozenset(name for name, lane in self._lanes.items() if lane)
         if not busy:
             raise RuntimeError("deadlock: the compute thread waits, but no lane is busy")
-        if busy not in self._known:
-            self._known[busy] = self._speeds(busy)
-        speeds = self._known[busy]
+        speeds = self._speeds(busy)
         passed_s = min(self._lanes[name][0].left_s / speeds[name] for name in busy)
         self.now_s += passed_s
         self.waited_s[self._cause] += passed_s

@@ -13,7 +13,7 @@ the next unit is computed, and the computation would wait while that unit is upd
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from infinity.config import format_size, size_to_set
 from infinity.errors import CapacityError
@@ -109,8 +109,7 @@ class MemorySplit:
 
     @property
     def granted_bytes(self) -> int:
-        states_bytes = self.states_bytes + self.ring_bytes + self.images_bytes + self.sums_bytes
-        return self.params_bytes + self.homes_bytes + self.grads_bytes + states_bytes
+        return sum(astuple(self))
 
 
 def split_memory(needs: MemoryNeeds, capacity_bytes: int, cut_bytes: int | None = None) -> MemorySplit:
@@ -123,8 +122,8 @@ def split_memory(needs: MemoryNeeds, capacity_bytes: int, cut_bytes: int | None 
         CapacityError: the capacity is below `needs.least_bytes`; the message says by how much and why.
     """
     spare = capacity_bytes - needs.least_bytes
-        cut = "" if cut_bytes is None else f" (from {cut_bytes} on, blocks are cut into units of their modules)"
     if spare < 0:
+        cut = "" if cut_bytes is None else f" (from {cut_bytes} on, blocks are cut into units of their modules)"
         raise CapacityError(
             f"tiering.host_memory is {format_size(capacity_bytes)} but this model needs at least "
             f"{format_size(needs.least_bytes)}: "

@@ -358,5 +358,5 @@ def host_needs(
         activations_bytes=rules.activations_bytes,
         initial_bytes=initial_bytes,
         images_bytes=images_bytes,
-        sums_bytes=device_share(rules, shards).sums if rules.one_memory else 0,
+        sums_bytes=sum(_sum_sizes(rules, shards)) if rules.one_memory else 0,
     )

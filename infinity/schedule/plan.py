@@ -102,7 +102,8 @@ class _Replacement:
         self._next_use = NextUse(uses)
         self._sizes = sizes
         self._ahead_limit = AheadLimit(capacity_bytes, ahead_bytes, max((sizes[unit] for unit in uses), default=0))
-        self._capacity_bytes = self._free_bytes = self._least_free_bytes = capacity_bytes
+        self._capacity_bytes = self._free_bytes = capacity_bytes
+        self.most_bytes = 0  # peak of bytes in memory
         self._last_use: dict[int, int] = {}
         self._last_start = 0  # fetches must stay in order
         # Residents with their next uses, farthest ahead first. Each use of a unit adds an entry. The entries before it
@@ -131,11 +132,6 @@ class _Replacement:
             kept.add(following)
             ahead_bytes += self._sizes[following]
 
-    @property
-    def most_bytes(self) -> int:
-        """The peak of bytes in memory."""
-        return self._capacity_bytes - self._least_free_bytes
-
     def _push(self, unit: int, time: int) -> None:
         heappush(self._by_need, (-self._next_use.after(unit, time), unit))
 
@@ -149,7 +145,7 @@ class _Replacement:
         self.resident.difference_update(victims)
         self.resident.add(unit)
         self._free_bytes -= self._sizes[unit]
-        self._least_free_bytes = min(self._least_free_bytes, self._free_bytes)
+        self.most_bytes = max(self.most_bytes, self._capacity_bytes - self._free_bytes)
         self._last_start = start
         self.fetches.append(_Fetch(unit, tuple(victims), start, needed, on_the_spot))
 
