@@ -2,17 +2,14 @@
 
 from infinity.schedule.budget import MemoryNeeds, MemorySplit, advice_on_unit, raise_memory, split_memory
 from infinity.schedule.cycle import Cycle
-from infinity.schedule.next_use import NextUse
-from infinity.schedule.plan import AheadLimit, Plan, PlanStep, make_plan
+from infinity.schedule.plan import AheadLimit, Plan, make_plan
 
 __all__ = [
     "AheadLimit",
     "Cycle",
     "MemoryNeeds",
     "MemorySplit",
-    "NextUse",
     "Plan",
-    "PlanStep",
     "advice_on_unit",
     "make_plan",
     "raise_memory",

@@ -21,7 +21,7 @@ _GRADS_IN_FLIGHT = 3  # units that may hold gradients at once if updates run in 
 # next forward pass, and the device in backward while a large unit is updated. A larger share would leave less memory
 # for optimizer states, which get theirs after gradients (`split_memory`).
 _WAITING_GRADS_SHARE = 4
-_STAGING_UNITS = 3  # shards in staging memory at once: one uploaded, one read, one updated
+STAGING_UNITS = 3  # shards in staging memory at once: one uploaded, one read, one updated
 
 
 def cut_into_tiles(shard_numels: Sequence[int], tile_numel: int) -> Iterator[int]:
@@ -128,7 +128,7 @@ def param_bytes(rules: Rules, specs: Sequence[FlatSpec]) -> ParamBytes:
     if rules.update_memory is Memory.DEVICE:
         return ParamBytes(computed, Share(), 0)
     # Units that are updated on the device pass through host memory when they are created or read.
-    units = 1 if rules.states.home is Memory.DEVICE else _STAGING_UNITS
+    units = 1 if rules.states.home is Memory.DEVICE else STAGING_UNITS
     staging = units * max(spec.shard_nbytes for spec in specs)
     homes = sum(spec.shard_nbytes for spec in moving if not spec.has_device_shard)
     # If parameters stay on a device, each update needs a copy of its unit in host memory. With memory for all copies,

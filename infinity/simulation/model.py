@@ -9,7 +9,6 @@ from random import Random
 from infinity.simulation.clock import Tempo
 
 SCHEDULES = ("backward", "deferred", "speculative", "barrier")
-STAGING_UNITS = 3  # as in infinity/schedule/needs.py
 FAULTS = ("fetch", "write", "update", "spill", "unspill", "states read", "states write")
 SAVING_FAULTS = ("activation write", "activation read")
 

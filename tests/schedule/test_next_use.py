@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.schedule import NextUse
 from infinity.schedule.cycle import Cursor
+from infinity.schedule.next_use import NextUse
 
 traces = st.lists(st.integers(0, 5), min_size=1, max_size=20)
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from random import Random
 
 from infinity.optim.pipeline import LEAST_SLOTS
+from infinity.schedule.needs import STAGING_UNITS
 from infinity.simulation.clock import Tempo
 from infinity.simulation.filling import need_bytes
 from infinity.simulation.model import (
     SAVING_FAULTS,
     SCHEDULES,
-    STAGING_UNITS,
     Call,
     Config,
     Death,

@@ -22,11 +22,12 @@ from torch import nn
 import infinity
 from infinity.errors import CapacityError
 from infinity.schedule.actions import Action, Event
+from infinity.schedule.needs import STAGING_UNITS
 from infinity.schedule.scheduler import Scheduler
 from infinity.simulation import performer
 from infinity.simulation.clock import Clock, Operation, Tempo
 from infinity.simulation.invariants import violate
-from infinity.simulation.model import STAGING_UNITS, Call, Change, Drain, Look, Pass, Scenario, Step, ZeroGrad
+from infinity.simulation.model import Call, Change, Drain, Look, Pass, Scenario, Step, ZeroGrad
 from infinity.simulation.run import Outcome, simulate, with_last
 from infinity.tiers import GradHomes, Memory, SameMemory
 from infinity.zero import build, sizing
