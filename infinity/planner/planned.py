@@ -139,8 +139,8 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
     old_params = ""
     if trained and not there and sizing.schedule is UpdateSchedule.SPECULATIVE:
         old_params = _old_params(plan, is_double_buffered=is_double_buffered and moves, all_stored=stored == len(homes))
-    on_drive = -(-stored * tiles // max(1, len(homes)))
-    reversible = (on_drive if old_params in ("slots", "states") else 0) or tiles
+    on_drive = range(-(-stored * tiles // max(1, len(homes))))
+    reversible = (len(on_drive) if old_params in ("slots", "states") else 0) or tiles
     return UnitSpec(
         nbytes=spec.nbytes,
         tiles=tiles,
@@ -155,7 +155,7 @@ def _unit(plan: TrainingPlan, unit: int, homes: Sequence[Memory]) -> UnitSpec:
         streams=sizing.rules.grads.stream and not there,
         host=host,
         parts=unit in sizing.shards.standing,
-        stored=on_drive if trained and not there else 0,
+        on_drive=on_drive,
     )
 
 

@@ -11,7 +11,7 @@ from the simulation itself. Small costs are left out: Python, launches, latencie
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -71,15 +71,9 @@ def simulate_step(work: StepWork, speeds: Speeds) -> SimulatedStep:
 # What is simulated #
 
 
-@dataclass(frozen=True)
-class _Spec(UnitSpec):
-    """A unit. Here `reversible` counts bytes of the undo log, not tiles."""
-
-    on_drive: Collection[int] = ()
-
-
-def _spec(work: UnitWork) -> _Spec:
-    return _Spec(
+def _spec(work: UnitWork) -> UnitSpec:
+    """Return a unit of the simulation. Here `reversible` counts bytes of the undo log, not tiles."""
+    return UnitSpec(
         work.nbytes,
         tiles=max(1, len(work.tiles)),
         offloaded=work.nbytes > 0,

@@ -28,7 +28,7 @@ class UnitSpec:
         made: its initial values are created in memory, not on its home.
         streams: its gradients leave the device while computation continues.
         host: its home is host memory, separate from the memory that the model computes in; else a drive.
-        stored: number of tiles, the first ones, whose optimizer states are on the drive and pass through the ring.
+        on_drive: tiles whose optimizer states are on the drive and pass through the ring.
         parts: gradients are added at each use in a pass; else their sum is added at the last use.
         saves: sizes of the tensors that each forward saves for backward.
         comes: its optimizer states may move to the device after the first step.
@@ -48,14 +48,9 @@ class UnitSpec:
     streams: bool = False
     host: bool = False
     parts: bool = False
-    stored: int = 0
+    on_drive: Collection[int] = ()
     saves: tuple[int, ...] = ()
     comes: bool = False
-
-    @property
-    def on_drive(self) -> Collection[int]:
-        """Tiles whose optimizer states are on the drive."""
-        return range(self.stored)
 
     @property
     def has_device_shard(self) -> bool:

@@ -63,7 +63,7 @@ def _varied(config: Config, random: Random) -> Config:
     """Where the device has a memory of its own, some units live in the host's; gradients of some come in parts."""
     share = random.choice((0.0, 0.5, 1.0)) if config.staging_bytes and not config.keeps else 0.0
     units = tuple(_with_home(unit, random.random() < share, random.random() < 0.5) for unit in config.units)
-    units = tuple(replace(unit, stored=_stored(unit, random)) for unit in units)
+    units = tuple(replace(unit, on_drive=range(_stored(unit, random))) for unit in units)
     return replace(config, units=units, ring=random.choice((LEAST_SLOTS, LEAST_SLOTS, 6)))
 
 

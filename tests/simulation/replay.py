@@ -120,7 +120,7 @@ def expressed(scenario: Scenario) -> tuple[Scenario, list[str]]:
             streams=apart,
             host=unit.host and not speculative,
             parts=False,
-            stored=0,
+            on_drive=(),
             saves=(),
             comes=False,
         )

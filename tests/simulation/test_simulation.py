@@ -99,7 +99,8 @@ def test_an_update_that_was_decided_on_before_it_ran_leaves_nothing_to_undo() ->
 
 
 def test_a_tile_whose_write_has_failed_is_not_read_ahead() -> None:
-    config = Config((UnitSpec(1, offloaded=False, stored=1),), (RankSpec(0, Tempo(0.0, 10**6)),), "backward", ring=4)
+    unit = UnitSpec(1, offloaded=False, on_drive=(0,))
+    config = Config((unit,), (RankSpec(0, Tempo(0.0, 10**6)),), "backward", ring=4)
     one = Pass(((0,),))
     scenario = Scenario(config, (Fault(0, "states write"), one, Step(), one, Step()), seed=100151)
     assert simulate(scenario).violation is None
