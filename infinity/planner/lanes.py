@@ -132,10 +132,10 @@ class Lanes(Clock):
 
     def _advance(self) -> None:
         """Advance to the end of the next task."""
-        busy = frozenset(name for name, lane in self._lanes.items() if lane)
+        busy = [name for name, lane in self._lanes.items() if lane]
         if not busy:
             raise RuntimeError("deadlock: the compute thread waits, but no lane is busy")
-        speeds = self._speeds(busy)
+        speeds = self._speeds(frozenset(busy))
         passed_s = min(self._lanes[name][0].left_s / speeds[name] for name in busy)
         self.now_s += passed_s
         self.waited_s[self._cause] += passed_s

@@ -82,7 +82,7 @@ class Rates:
         """
         if (part, others) in self.beside:
             return _at(self.beside[part, others], rows)
-        pairs = [(part, frozenset({other})) for other in others]
+        pairs = [(part, frozenset({other})) for other in sorted(others)]
         if any(pair not in self.beside for pair in pairs):
             return None
         return math.prod(_at(self.beside[pair], rows) for pair in pairs)

@@ -153,7 +153,7 @@ def _extended(one: Work, two: Work, blocks: int) -> Work:
         return first + (count - 1) * (second - first)
 
     def passes(first: Pass, second: Pass, count: int) -> Pass:
-        kinds = first.flops.keys() | second.flops.keys()
+        kinds = first.flops | second.flops  # not a set, whose order would change the last digit of sums
         flops = {kind: line(first.flops.get(kind, 0.0), second.flops.get(kind, 0.0), count) for kind in kinds}
         other_bytes = line(first.other_bytes, second.other_bytes, count)
         operations = line(first.operations, second.operations, count)
