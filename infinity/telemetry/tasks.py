@@ -28,6 +28,8 @@ def read_task(directory: Path) -> Task:
         OSError: the task or /proc does not exist.
         ValueError, IndexError: the file does not have Linux's format.
     """
-    name, _, rest = (directory / "stat").read_text().partition("(")[2].rpartition(")")  # names may have parentheses
+    # The system cuts a name after 15 bytes, which may be in the middle of a character.
+    text = (directory / "stat").read_text(encoding="utf-8", errors="replace")
+    name, _, rest = text.partition("(")[2].rpartition(")")  # names may have parentheses
     fields = rest.split()
     return Task(name, fields[0], int(fields[19]))

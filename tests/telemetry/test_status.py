@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from infinity.cli.watching.tables import table
 from infinity.setup import initialize
 from infinity.telemetry import status
 from infinity.telemetry.status import Publisher, read_runs
+from infinity.telemetry.tasks import read_task
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_gpt2
 from tests.test_typed_records import mutants
 
@@ -185,6 +187,22 @@ def test_arguments_of_any_bytes_are_told(place, monkeypatch) -> None:
     (run,) = eventually(read_runs, "no word")
     publisher.close()
     assert run.facts["command"] == ["train.py", "--data=\\udcff"]
+
+
+def test_a_name_that_the_system_cuts_within_a_character_is_no_error(place) -> None:
+    """As that of a script `обучение_модели.py`, of which the system keeps 15 bytes."""
+    set_name, task = 15, Path("/proc/self")
+    before = read_task(task).name
+    libc = ctypes.CDLL(None)
+    libc.prctl(set_name, "обучение_модели.py".encode(), 0, 0, 0)
+    try:
+        assert read_task(task).name.startswith("обучени")
+        publisher = Publisher(lambda: {"step": 1})
+        (run,) = eventually(read_runs, "no word")
+        publisher.close()
+    finally:
+        libc.prctl(set_name, before.encode(), 0, 0, 0)
+    assert run.alive
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": "x"}', '{"version": 99, "pid": 1}'])
