@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ _ELSEWHERE = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "glusterfs", "beegfs", "afs"}
 )
 _TRANSFORMING = frozenset({"btrfs", "zfs", "bcachefs", "overlay"})
+_ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """Return the type of the filesystem that `path` is on."""
     best = ("", "unknown")
     resolved = str(path.resolve())
-    for line in mounts.read_text().splitlines():
-        _, escaped, kind, *_ = line.split()
-        mount = escaped.encode().decode("unicode_escape")  # a blank in a name is \040
+    for line in mounts.read_bytes().splitlines():
+        _, escaped, kind, *_ = os.fsdecode(line).split(" ")
+        mount = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), escaped)  # a blank in a name is \040
         inside = mount == "/" or resolved == mount or resolved.startswith(f"{mount}/")
         if inside and len(mount) >= len(best[0]):
             best = (mount, kind)

@@ -421,6 +421,16 @@ def test_the_filesystem_is_that_of_the_innermost_mount(tmp_path) -> None:
     assert filesystem_of(Path("/"), mounts) == "ext4"
 
 
+def test_mounts_have_names_of_any_bytes(tmp_path) -> None:
+    mounts = tmp_path / "mounts"
+    for name in ("быстро", "a\u3000b", "c\\d", os.fsdecode(b"\xff")):
+        inner = tmp_path / name
+        inner.mkdir()
+        escaped = os.fsencode(inner).replace(b"\\", rb"\134")
+        mounts.write_bytes(b"/dev/x / ext4 rw 0 0\n/dev/y " + escaped + b" tmpfs rw 0 0\n")
+        assert filesystem_of(inner, mounts) == "tmpfs"
+
+
 def test_small_pages_are_small_and_random() -> None:
     with random_memory(8 * MIB, huge_pages=False) as span:
         assert huge_page_bytes(span) in (0, None)
