@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from infinity.cli.training.apart import check_apart, model_inputs
 from infinity.cli.training.documents import Document, read_documents
 from infinity.cli.training.evaluation import Evaluator
 from infinity.cli.training.packing import Packed
-from infinity.cli.training.records import holds_records
+from infinity.cli.training.records import holds_records, read_records
 from infinity.errors import ConfigError
 from infinity.setup import initialize
 from tests.behaviour.reference import Placement, Recipe
@@ -187,6 +188,16 @@ def test_a_list_of_records_is_read_one_at_a_time(tmp_path, monkeypatch) -> None:
     path.write_text('[{"texts": "a"}]')
     with pytest.raises(ConfigError, match=r"x.json, record 1 must be an object with .* it has `texts`"):
         list(read_documents([path], None))
+
+
+def test_a_long_list_of_short_records_takes_linear_time(tmp_path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"text": "a few words, " * 8}] * 10_000))
+    start_s = time.process_time()
+    json.loads(path.read_text())
+    loaded_s = time.process_time()
+    assert sum(1 for _ in read_records(path)) == 10_000
+    assert time.process_time() - loaded_s < 40 * max(loaded_s - start_s, 0.01)
 
 
 def test_a_json_file_of_lines_is_never_taken_for_text(tmp_path) -> None:

@@ -8,6 +8,7 @@ words of the Alpaca project for others.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ LINES = ".jsonl"
 _JSON = ".json"  # a list of records, or one record a line
 _ENCODING = "utf-8-sig"  # some editors write a byte order mark
 _READ_CHARS = 1 << 20
+_GAP = re.compile(r"\s*,?\s*")  # between two entries of a list
 _KINDS = {
     "text": ("text",),
     "messages": ("messages",),
@@ -90,18 +92,20 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _listed(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a list, one in memory at a time."""
     decoder = json.JSONDecoder()
-    number = 0
+    number = at = 0
     with path.open(encoding=_ENCODING) as file:
         try:
             text = file.read(_READ_CHARS).lstrip().removeprefix("[")
             while True:
-                text = text.lstrip().removeprefix(",").lstrip()
+                gap = _GAP.match(text, at)
+                assert gap is not None  # it also matches the empty text
+                at = gap.end()
                 try:
-                    entry, end = decoder.raw_decode(text)
+                    entry, at = decoder.raw_decode(text, at)
                 except ValueError as error:
-                    more = file.read(max(_READ_CHARS, len(text)))  # doubles the text, so that the work stays linear
-                    if more:
-                        text += more
+                    more = file.read(max(_READ_CHARS, len(text) - at))  # doubles a long entry: the work stays linear
+                    if more or at:  # without more text, the same error again, with positions within the record
+                        text, at = text[at:] + more, 0
                         continue
                     if text.strip() == "]":
                         return
@@ -110,7 +114,6 @@ def _listed(path: Path) -> Iterator[tuple[str, Any]]:
                     raise ConfigError(f"{path}, record {number + 1} is nested too deeply: {error}") from error
                 number += 1
                 yield f"{path}, record {number}", entry
-                text = text[end:]
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8 (behind record {number}): save it as UTF-8") from error
 
