@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from infinity.cli.main import main
 from infinity.cli.pages.charts import Series, axis, chart, thinned
 from infinity.cli.reporting.lanes import lanes
+from infinity.cli.reporting.read import read_log
 from infinity.telemetry import Lane
 from infinity.telemetry.timeline_summary import Ran
 from tests.cli.browser import in_chromium
@@ -144,6 +146,16 @@ def test_a_run_that_was_begun_again_is_one(tmp_path, capsys) -> None:
     found = facts(capsys, str(log))
     assert (found["first_step"], found["last_step"], found["resumed"]) == (1, 5, [3])
     assert (found["first_loss"], found["last_loss"], found["least_loss"]) == (4.0, 9.0, 2.0)
+
+
+def test_a_long_run_is_read_in_linear_time(tmp_path) -> None:
+    log = write(tmp_path / "run.jsonl", *({"step": number, "step_s": 1, "tokens_per_s": 1} for number in range(10_000)))
+    start_s = time.process_time()
+    for line in log.read_text().splitlines():
+        json.loads(line)
+    loaded_s = time.process_time()
+    assert len(read_log(log).steps) == 10_000
+    assert time.process_time() - loaded_s < 25 * max(loaded_s - start_s, 0.02)
 
 
 def test_a_half_line_at_the_end_is_left_out(tmp_path, capsys) -> None:

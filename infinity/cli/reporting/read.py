@@ -60,7 +60,7 @@ def read_log(path: Path) -> RunLines:
         elif "eval_loss" in row:
             evaluations[row["step"]] = row
         else:
-            if steps and row["step"] <= max(steps) and resumed:
+            if resumed:
                 resumed[-1] = min(resumed[-1], row["step"])
             steps[row["step"]] = row
     if not steps:
