@@ -8,7 +8,6 @@ copied into the configuration. A checkpoint is a directory of the engine, with L
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from infinity.config import with_values
 from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.deepspeed.engine import DeepSpeedEngine
 from infinity.optim.torch_schedules import rebind
@@ -70,11 +70,7 @@ class InfinityStrategy(DDPStrategy):
 
     def _configuration(self, trainer: Trainer) -> dict[str, Any]:
         """Return the given configuration with the Trainer's settings. Refuse contradictions between the two."""
-        given = self._given
-        try:
-            config = dict(given) if isinstance(given, Mapping) else json.loads(Path(given).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{given}: {error}") from error
+        config = with_values(self._given, {})
         decided = {
             "gradient_accumulation_steps": (trainer.accumulate_grad_batches, "accumulate_grad_batches"),
             "gradient_clipping": (trainer.gradient_clip_val or 0.0, "gradient_clip_val"),
@@ -88,11 +84,11 @@ class InfinityStrategy(DDPStrategy):
         section = _SECTIONS.get(self.precision_plugin.precision.partition("-")[0])
         if section is not None:
             other = "fp16" if section == "bf16" else "bf16"
-            if config.get(other, {}).get("enabled") is True:
+            if (config.get(other) or {}).get("enabled") is True:
                 raise ConfigError(f"Trainer(precision={self.precision_plugin.precision!r}) and {other} contradict")
-            config[section] = {**config.get(section, {}), "enabled": True}
+            config[section] = {**(config.get(section) or {}), "enabled": True}
         for key in ("optimizer", "scheduler"):  # "auto" in files for transformers' Trainer, which sets the values
-            if "auto" in (config.get(key) or {}).get("params", {}).values():
+            if "auto" in ((config.get(key) or {}).get("params") or {}).values():
                 del config[key]  # so that `configure_optimizers` is used
         if config.get("train_batch_size", "auto") == "auto":
             config.pop("train_batch_size", None)

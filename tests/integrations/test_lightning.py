@@ -165,6 +165,7 @@ def test_the_trainers_precision_and_the_configurations_optimizer_count(tmp_path)
 
     settings = config(tmp_path / "swap") | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    settings |= {"fp16": None, "bf16": None}  # as if they were left out
     module = Exporting()
     trainer(tmp_path, InfinityStrategy(settings), 3, precision="bf16-true").fit(module, loader())
     settings |= {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
@@ -213,6 +214,7 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch) -> None:
         ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, r"gradient_clipping is 1\.0 and Trainer\(gradient_c"),
         ({"gradient_accumulation_steps": 2}, {}, r"Trainer\(accumulate_grad_batches\) is 1: leave the key out"),
         ({"fp16": {"enabled": True}}, {"precision": "bf16-mixed"}, r"precision='bf16-mixed'\) and fp16 contradict"),
+        ({"fp16.enabled": True}, {"precision": "bf16-mixed"}, r"precision='bf16-mixed'\) and fp16 contradict"),
         ({}, {"precision": "64-true"}, "choose 32, 16 or bf16"),
         ({}, {"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, "clip by norm"),
     ],
