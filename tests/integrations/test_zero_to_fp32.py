@@ -139,5 +139,7 @@ def test_what_is_no_checkpoint_of_the_model_is_refused(saved, tmp_path) -> None:
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     with pytest.raises(infinity.ConfigError, match="max_shard_size is 1KB"):
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path, max_shard_size="1KB")
+    with pytest.raises(infinity.ConfigError, match="max_shard_size: 'big' is not a size"):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(path, tmp_path, max_shard_size="big")
     with pytest.raises(infinity.ConfigError, match="lazy_mode is not supported"):
         zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(path, lazy_mode=True)

@@ -14,7 +14,7 @@ from infinity.checkpoint.directory import latest_tag
 from infinity.checkpoint.extra import read_extra, tied_names
 from infinity.checkpoint.format import FROZEN_FIELD, MASTER_FIELD, read_manifest
 from infinity.checkpoint.stored import StoredReader, check_files
-from infinity.config import parse_size
+from infinity.config import named_size
 from infinity.errors import CheckpointError, ConfigError
 from infinity.zero.model_parts import has_numbers
 from infinity.zero.param_access import owner_of
@@ -80,13 +80,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write the float32 weights of a checkpoint into one file, `pytorch_model.bin` or `model.safetensors`.
 
     Raises:
-        ConfigError: the weights are larger than `max_shard_size`.
+        ConfigError: the weights are larger than `max_shard_size`, or that is no size.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     once = {id(value): name for name, value in reversed(state.items())}  # safetensors files have no tied tensors
     nbytes = sum(state[name].nbytes for name in once.values())
-    if max_shard_size is not None and nbytes > parse_size(max_shard_size):
+    if max_shard_size is not None and nbytes > named_size("max_shard_size", max_shard_size):
         raise ConfigError(
             f"the weights have {nbytes} bytes and max_shard_size is {max_shard_size}, but one file is written: pass "
             "max_shard_size=None, or use engine.save_16bit_model, which writes several"
