@@ -190,8 +190,8 @@ def _binding(args: argparse.Namespace) -> list[str]:
 
 def _accelerate(args: argparse.Namespace) -> list[str]:
     """Return the command line of accelerate, behind the Python interpreter."""
-    ours = (args.ranks, args.node_rank, args.address, args.max_restarts, args.shutdown_timeout, args.numa_binding)
-    if args.nodes != 1 or any(value is not None for value in ours):
+    ours = ("ranks", "node_rank", "address", "master_port", "max_restarts", "shutdown_timeout", "numa_binding")
+    if args.nodes != 1 or any(getattr(args, name) is not None for name in ours):
         raise ConfigError("accelerate starts the ranks: give `accelerate launch` its own --num_processes and the like")
     return ["-m", "accelerate.commands.accelerate_cli", *args.arguments]
 

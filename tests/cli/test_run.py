@@ -167,6 +167,13 @@ def test_a_file_that_accelerate_would_refuse_is_named_before_the_script_starts(
     assert len(commands) == 4
 
 
+@pytest.mark.parametrize("option", ["--ranks", "--nodes", "--master-port", "--max-restarts", "--shutdown-timeout"])
+def test_what_accelerate_decides_is_not_ignored(option: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(os, "execve", lambda *started: None)
+    assert main(["run", option, "2", "accelerate", "launch", "script.py"]) == 2
+    assert "accelerate starts the ranks" in capsys.readouterr().err
+
+
 def test_ranks_are_bound_as_torchrun_binds_them(tmp_path: Path, monkeypatch) -> None:
     script = tmp_path / "script.py"
     script.write_text("")
