@@ -101,7 +101,7 @@ class AiofilesEngine(IoEngine):
 
     def __init__(self, options: IoOptions) -> None:
         self._owner = os.getpid()
-        self._stats_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._moved = {"read": 0, "write": 0}
         self._asked = {"read": 0, "write": 0}
         self._taken_s: dict[str, Counter[float]] = {"read": Counter(), "write": Counter()}
@@ -123,17 +123,18 @@ class AiofilesEngine(IoEngine):
             raise TypeError(f"{file.path} was opened by another engine")
         if os.getpid() != self._owner:
             raise InfinityError("this I/O engine belongs to the parent process; open one in the child")
-        if self._closed:
-            raise InfinityError("the I/O engine is closed")
         opened = file.opened
         if opened is None or not opened.hold():
             raise StorageError(errno.EBADF, "the file is closed", str(file.path), offset)
         operation = "write" if write else "read"
-        with self._stats_lock:
-            self._asked[operation] += nbytes
         stamps = _Stamps()
-        moving = self._timed_move(operation, file.path, opened, offset, span, nbytes, stamps)
-        return _PlainFuture(asyncio.run_coroutine_threadsafe(moving, self._loop), stamps)
+        with self._lock:  # `close` finishes the requests that were submitted before it set `_closed`
+            if not self._closed:
+                self._asked[operation] += nbytes
+                moving = self._timed_move(operation, file.path, opened, offset, span, nbytes, stamps)
+                return _PlainFuture(asyncio.run_coroutine_threadsafe(moving, self._loop), stamps)
+        opened.drop()
+        raise InfinityError("the I/O engine is closed")
 
     async def _timed_move(
         self, operation: str, name: Path, file: _Descriptor, offset: int, span: Span, nbytes: int, stamps: _Stamps
@@ -142,7 +143,7 @@ class AiofilesEngine(IoEngine):
             stamps.started_s = time.perf_counter()
             try:
                 moved = await self._move(operation, name, file, offset, span, nbytes)
-                with self._stats_lock:
+                with self._lock:
                     self._taken_s[operation][_rounded(time.perf_counter() - stamps.started_s)] += 1
                 return moved
             finally:
@@ -166,27 +167,28 @@ class AiofilesEngine(IoEngine):
         except RuntimeError as error:  # the executor has no thread, and cannot start one
             message = f"{operation} failed: {error} ({MORE_THREADS})"
             raise StorageError(errno.EAGAIN, message, str(name), offset + moved) from error
-        with self._stats_lock:
+        with self._lock:
             self._moved[operation] += moved
             self._requests += 1
         return moved
 
     def stats(self) -> IoStats:
-        with self._stats_lock:
+        with self._lock:
             asked = self._asked
             return IoStats(self._moved["read"], self._moved["write"], self._requests, 0, asked["read"], asked["write"])
 
     def latencies(self) -> Latencies:
-        with self._stats_lock:
+        with self._lock:
             read, write = (Histogram(tuple(self._taken_s[name].items())) for name in ("read", "write"))
         return Latencies(read, write)
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
         if os.getpid() != self._owner:
             return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -83,7 +83,7 @@ def test_many_files_come_and_go(backend, arena, tmp_path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_that_races_with_close_is_finished_or_refused(backend, arena, tmp_path) -> None:
     with arena.lease(4096) as lease:
         for _ in range(100):
@@ -165,6 +165,15 @@ def test_a_file_that_another_thread_closes_meanwhile_is_refused(arena, tmp_path)
         engine.write(file, 0, lease.span()).result()
     assert (tmp_path / "other").read_bytes() == b""
     engine.close()
+
+
+def test_an_engine_that_another_thread_closes_meanwhile_refuses(arena, tmp_path, monkeypatch) -> None:
+    engine = AiofilesEngine(IoOptions())
+    file = engine.open(tmp_path / "f", create=True, size_bytes=4096)
+    monkeypatch.setattr(file.opened, "hold", lambda hold=file.opened.hold: (engine.close(), hold())[1])
+    with arena.lease(4096) as lease, pytest.raises(InfinityError, match="the I/O engine is closed"):
+        engine.write(file, 0, lease.span())
+    file.close()
 
 
 @needs_uring
