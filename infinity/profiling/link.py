@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ _LOOK_EVERY_S = 1e-4
 
 def link_rates(device: torch.device, copy_bytes: int = _COPY_BYTES) -> dict[str, Any]:
     """Return the profile's `link`: rates of copies between the device and page-locked memory."""
-    arena = Arena(2 * copy_bytes, pin=device)
-    with arena.lease(copy_bytes) as source, arena.lease(copy_bytes) as target:
-        rates = _rates(device, source.tensor(torch.uint8), target.tensor(torch.uint8))
-    arena.close()
-    return {"device": device.type, **rates}
+    with (
+        closing(Arena(2 * copy_bytes, pin=device)) as arena,
+        arena.lease(copy_bytes) as source,
+        arena.lease(copy_bytes) as target,
+    ):
+        return {"device": device.type, **_rates(device, source.tensor(torch.uint8), target.tensor(torch.uint8))}
 
 
 def _rates(device: torch.device, source: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
