@@ -147,6 +147,9 @@ bool BlockQueue::pop(Block& block) {
     std::unique_lock lock(mutex_);
     for (;;) {
         if (take(block)) {
+            if (choose() != kNone) { // `push` wakes one thread, also for a request of many blocks
+                changed_.notify_one();
+            }
             return true;
         }
         if (closed_ && empty()) {

@@ -491,6 +491,17 @@ def test_an_error_in_a_block_fails_its_request_alone(backend, code, block, arena
     engine.close()
 
 
+def test_idle_threads_share_the_blocks_of_one_request(arena, tmp_path) -> None:
+    """Each block is tried for 0.2 s, and the first that fails ends the request: until then, all must have begun."""
+    engine = NativeEngine("threads", IoOptions(4096, 8, 8), {"again_every": 1})
+    file = engine.open(tmp_path / "f", create=True, size_bytes=MIB)
+    with random_lease(arena, 8 * 4096) as target, pytest.raises(StorageError, match=os.strerror(errno.EAGAIN)):
+        engine.read(file, 0, target.span(), Priority.DEMAND).result(timeout=60)
+    file.close()
+    engine.close()
+    assert engine.stats().blocks >= 4
+
+
 @pytest.mark.parametrize("backend", NATIVE)
 def test_a_resource_that_never_frees_is_an_error_in_the_end(backend, arena, tmp_path) -> None:
     engine = NativeEngine(backend, IoOptions(4096, 1, 1), {"again_every": 1})
