@@ -17,6 +17,7 @@ from itertools import cycle
 from pathlib import Path
 from types import TracebackType
 
+from infinity.config.schema import BLOCK_ALIGN_BYTES
 from infinity.errors import ConfigError, StorageError
 from infinity.io.directory import open_directory
 from infinity.io.interface import IoEngine, IoFuture, IoOptions, Priority, Span, create_file
@@ -80,6 +81,12 @@ def ring_bytes(options: IoOptions) -> int:
     in_flight = options.queue_depth * options.block_size_bytes
     request = request_bytes(options, max(_REQUEST_BYTES, in_flight))
     return max(3 * request, in_flight + request)
+
+
+def shares(buffers: Span, count: int) -> list[Span]:
+    """Divide memory into `count` parts of equal size, aligned for direct I/O."""
+    nbytes = buffers.nbytes // count // BLOCK_ALIGN_BYTES * BLOCK_ALIGN_BYTES
+    return [Span(buffers.address + index * nbytes, nbytes, buffers.owner) for index in range(count)]
 
 
 def check_space(directory: Path, size_bytes: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.io import IoOptions, Span
-from infinity.io.bench import BenchRun, BenchSession, bench_file, ring_bytes, run_together
+from infinity.io.bench import BenchRun, BenchSession, bench_file, ring_bytes, run_together, shares
 from infinity.io.drives import cautions, drive_of
 from infinity.memory.filled import random_memory
 from infinity.profiling.contention import RUNS_OF_DRIVES, contention
@@ -74,11 +74,9 @@ def drive_rates(
 def _sessions(
     files: Sequence[Path], size_bytes: int, options: IoOptions, backend: str, buffers: Span, stack: ExitStack
 ) -> list[BenchSession]:
-    share = buffers.nbytes // len(files) // 4096 * 4096
-    spans = [Span(buffers.address + index * share, share, buffers.owner) for index in range(len(files))]
     return [
         stack.enter_context(BenchSession(file, size_bytes, backend, options, span, as_in_training=True))
-        for file, span in zip(files, spans, strict=True)
+        for file, span in zip(files, shares(buffers, len(files)), strict=True)
     ]
 
 

@@ -16,7 +16,7 @@ from infinity.cli.disk.results import Facts, all_latencies, fio_facts, run_facts
 from infinity.cli.progress import Progress
 from infinity.errors import ConfigError
 from infinity.io import Span
-from infinity.io.bench import BenchRun, BenchSession, ring_bytes, run_together
+from infinity.io.bench import BenchRun, BenchSession, ring_bytes, run_together, shares
 from infinity.io.drives import cautions, drive_of
 from infinity.io.fio import FioJob, fio_engine, fio_huge_page_bytes, run_fio
 from infinity.io.pages import huge_page_bytes
@@ -247,11 +247,10 @@ def _measure_together(
         most = job.most_passes(operation)
         longest = float("inf") if most is None else seconds * most
         seconds = min(job.runtime_s * job.runs, longest)
-    share = buffers.nbytes // len(files) // 4096 * 4096
     with ExitStack() as stack:
         sessions = [
-            stack.enter_context(_session(job, file, Span(buffers.address + index * share, share, buffers.owner), turns))
-            for index, file in enumerate(files)
+            stack.enter_context(_session(job, file, span, turns))
+            for file, span in zip(files, shares(buffers, len(files)), strict=True)
         ]
         with turns.timed_turn(f"{operation}: all paths at once", seconds, job.runs):
             runs = run_together(sessions, operation, seconds)
