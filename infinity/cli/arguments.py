@@ -6,9 +6,10 @@ import argparse
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
-from infinity.config import expanded_path, parse_size
+from infinity.config import Config, check_apart, expanded_path, parse_size
 from infinity.config.paths import is_path
 from infinity.errors import ConfigError
 
@@ -75,6 +76,17 @@ def check_file(option: str, path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no such directory")
     check_directory(option, path.absolute().parent)
+
+
+def drive_paths(given: Sequence[Path] | None, config: Config) -> tuple[Path, ...]:
+    """Return the directories of --path, or else of the configuration's drives, or else the working directory.
+
+    Raises:
+        ConfigError: two of them are the same directory.
+    """
+    paths = tuple(path.absolute() for path in given or [nvme.path for nvme in config.tiering.nvme] or [Path()])
+    check_apart("--path", paths)
+    return paths
 
 
 def program_argument(text: str) -> Path:

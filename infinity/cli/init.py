@@ -99,10 +99,8 @@ def _measured(paths: list[Path]) -> tuple[dict[str, Any], dict[str, float]]:
         from infinity.tiers import accelerator
         from infinity.zero.ranks import ALONE
 
-    aio = load_config({}).aio
-    options = IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
     with Progress() as progress:
-        job = ProfileJob(tuple(paths), _FILE_BYTES, options, "auto", _SECONDS, _PARAMS)
+        job = ProfileJob(tuple(paths), _FILE_BYTES, IoOptions.of(load_config({}).aio), "auto", _SECONDS, _PARAMS)
         profile = run_profile(job, ALONE, progress.show)
         return profile, product_seconds(torch.device(accelerator() or "cpu"), ("fp32", "bf16"))
 

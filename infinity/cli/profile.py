@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import check_directory, check_file, check_least, path_argument, size_argument
+from infinity.cli.arguments import check_directory, check_file, check_least, drive_paths, path_argument, size_argument
 from infinity.cli.terminal import unwind_on_signals
-from infinity.config import check_apart, format_size, load_config, write_json
+from infinity.config import format_size, load_config, write_json
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,13 +71,11 @@ def _job(args: argparse.Namespace) -> ProfileJob:
         raise ConfigError(f"--seconds is {args.seconds}; it must be more than 0")
     check_least(args, 2048, "params")
     config = load_config(args.config or {})
-    aio = config.aio
-    paths = tuple(path.absolute() for path in args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
-    check_apart("--path", paths)
+    paths = drive_paths(args.path, config)
     return ProfileJob(
         () if args.without_drives else paths,
         args.size,
-        IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll),
+        IoOptions.of(config.aio),
         config.tiering.io_backend,
         args.seconds,
         args.params,

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from infinity.config.resolved import AioConfig
 from infinity.config.schema import BLOCK_ALIGN_BYTES, MOST_IN_FLIGHT, MOST_THREADS
 from infinity.errors import ConfigError, StorageError
 from infinity.io.directory import create_private, reopened, reserve
-from infinity.io.latency import Histogram, Latencies
+from infinity.io.latency import NO_LATENCIES, Latencies
 from infinity.telemetry import Times
 
 
@@ -61,6 +62,11 @@ class IoOptions:
     sqpoll: bool = False
     iopoll: bool = False
     direct: bool = True
+
+    @classmethod
+    def of(cls, aio: AioConfig) -> IoOptions:
+        """Return the options of a configuration's section `aio`."""
+        return cls(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
 
     def __post_init__(self) -> None:
         """Refuse values that the kernel would refuse later, or that no memory can hold."""
@@ -295,7 +301,7 @@ class IoEngine(ABC):
 
     def latencies(self) -> Latencies:
         """Return latencies of blocks since the engine was opened, from submission to completion; empty if unknown."""
-        return Latencies(Histogram(()), Histogram(()))
+        return NO_LATENCIES
 
     @abstractmethod
     def close(self) -> None:

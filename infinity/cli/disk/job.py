@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from infinity.cli.arguments import check_least
-from infinity.config import AioConfig, check_apart, format_size, load_config
+from infinity.cli.arguments import check_least, drive_paths
+from infinity.config import AioConfig, format_size, load_config
 from infinity.errors import ConfigError
 from infinity.io import IoOptions
 from infinity.io.fio import fio_version
@@ -114,10 +114,8 @@ def job_of(args: argparse.Namespace) -> Job:
     if args.compare_fio:
         fio_version()  # raises if fio is missing, before a file is written
     config = load_config(args.config or {})
-    paths = tuple(path.absolute() for path in args.path or [nvme.path for nvme in config.tiering.nvme] or [Path()])
-    check_apart("--path", paths)
     return Job(
-        paths=paths,
+        paths=drive_paths(args.path, config),
         operations=operations,
         size_bytes=args.size,
         options=_options(args, config.aio),
@@ -141,14 +139,15 @@ def _runtime_s(args: argparse.Namespace) -> float:
 
 
 def _options(args: argparse.Namespace, training: AioConfig) -> IoOptions:
-    def chosen(value: int | None, default: int) -> int:
-        return default if value is None else value
-
-    return IoOptions(
-        chosen(args.block_size, training.block_size_bytes),
-        chosen(args.queue_depth, training.queue_depth),
-        chosen(args.threads, training.threads),
-        args.sqpoll or training.sqpoll,
-        args.iopoll or training.iopoll,
-        not args.buffered,
+    given: dict[str, int | None] = {
+        "block_size_bytes": args.block_size,
+        "queue_depth": args.queue_depth,
+        "threads": args.threads,
+    }
+    return replace(
+        IoOptions.of(training),
+        sqpoll=args.sqpoll or training.sqpoll,
+        iopoll=args.iopoll or training.iopoll,
+        direct=not args.buffered,
+        **{name: value for name, value in given.items() if value is not None},
     )
