@@ -103,19 +103,26 @@ def moments_of(
     If the formats differ, the moments are rounded as `target` rounds them, with random bits that depend only on the
     parameter and the position. So the result does not depend on how a parameter is cut into pieces.
     """
-    begin = start
-    for field in source.moment_fields:
-        begin = min(begin, start // field.block * field.block)  # a block shares one scale: read whole blocks
-    states = {
-        field.name: reader.read(f"{field.name}.{name}", begin // field.block, field.length(stop - begin))
-        for field in source.moment_fields
-    }
+    begin, slices = moment_slices(source, name, start, stop)
+    states = {field.name: reader.read(*slice_) for field, slice_ in zip(source.moment_fields, slices, strict=True)}
     if source.moment_fields == target.moment_fields and begin == start:
         return states
     moments = {key: values[start - begin :] for key, values in read_moments(source, states).items()}
     converted = {f.name: torch.empty(f.length(stop - start), dtype=f.dtype, device="cpu") for f in target.moment_fields}
     write_moments(target, moments, converted, Dither(zlib.crc32(name.encode()), start))
     return converted
+
+
+def moment_slices(layout: StateLayout, name: str, start: int, stop: int) -> tuple[int, list[tuple[str, int, int]]]:
+    """Return what to read for the moments of elements `[start, stop)` of parameter `name`.
+
+    Returns:
+        The first element that is read, at most `start`, because a block shares one scale and is read as a whole; and
+        (key, first element, number of elements) of each moment's tensor.
+    """
+    fields = layout.moment_fields
+    begin = min((start // field.block * field.block for field in fields), default=start)
+    return begin, [(f"{field.name}.{name}", begin // field.block, field.length(stop - begin)) for field in fields]
 
 
 def checkpoint_at(source: Path, tag: str | None = None) -> Path:

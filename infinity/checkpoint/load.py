@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.codes import Codes, load_codes
-from infinity.checkpoint.conversion import moments_of
+from infinity.checkpoint.conversion import moment_slices, moments_of
 from infinity.checkpoint.directory import resolve_replaced
 from infinity.checkpoint.extra import read_extra
 from infinity.checkpoint.find import Found, find_checkpoint
@@ -25,14 +25,12 @@ from infinity.checkpoint.format import (
     read_manifest_bytes,
 )
 from infinity.checkpoint.runs import Run
-from infinity.checkpoint.stored import StoredReader, StoredTensor, check_files, check_slices
+from infinity.checkpoint.stored import CHECK_THREADS, StoredReader, StoredTensor, check_files, check_slices
 from infinity.errors import CheckpointError
 from infinity.optim.formats import write_master
 from infinity.tiers.state_layout import StateLayout
 from infinity.zero.build import Runtime
 from infinity.zero.partition import ParamPart, UnitLayout
-
-_CHECK_THREADS = 4  # of all ranks of a machine together; reads and checksums release the GIL
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def _check_own(path: Path, manifest: Manifest, runtime: Runtime, *, moments: boo
         for slice_ in _slices(part, manifest, moments=moments)
     ]
     slices += [(f"{CODE_FIELD}.{name}", 0, stored.numel) for name, stored in manifest.stored(CODE_FIELD).items()]
-    threads = _CHECK_THREADS // ranks.neighbours
+    threads = CHECK_THREADS // ranks.neighbours
     check_slices(path, manifest.tensors, slices, threads=threads, progress=lambda nbytes: ranks.progress())
     return manifest.tensors
 
@@ -146,10 +144,7 @@ def _slices(part: ParamPart, manifest: Manifest, *, moments: bool) -> Iterator[t
         if key in manifest.tensors:
             yield key, start, stop - start
     if moments and part.info.trainable and f"{MASTER_FIELD}.{name}" in manifest.tensors:
-        fields = manifest.layout.moment_fields
-        begin = min((start // field.block * field.block for field in fields), default=start)
-        for field in fields:
-            yield f"{field.name}.{name}", begin // field.block, field.length(stop - begin)
+        yield from moment_slices(manifest.layout, name, start, stop)[1]
 
 
 def load_tensors(loaded: Loaded, runtime: Runtime, codes: Codes, *, moments: bool = True) -> None:

@@ -38,7 +38,7 @@ from infinity.errors import CheckpointError
 
 _CHECK_BYTES = 16 * BLOCK_BYTES  # read at once for a check
 _RANK = re.compile(r"-rank-(\d+)\.safetensors$")
-_CHECK_THREADS = 4  # reads and checksums release the GIL
+CHECK_THREADS = 4  # of all ranks of a machine together; reads and checksums release the GIL
 
 Progress = Callable[[int], object]  # called with the bytes that were checked since the last call
 
@@ -212,7 +212,7 @@ def check_slices(
     tensors: Mapping[str, StoredTensor],
     slices: Iterable[tuple[str, int, int]],
     *,
-    threads: int = _CHECK_THREADS,
+    threads: int = CHECK_THREADS,
     progress: Progress = lambda nbytes: None,
 ) -> None:
     """Verify slices `(key, first element, number of elements)` and the headers of their files.
@@ -260,7 +260,7 @@ def check_files(
         parts = [_with_usual_sums(directory, key, tensors[key], part, progress) for part in tensors[key].parts]
         found[key] = replace(tensors[key], parts=tuple(parts))
 
-    _in_threads(check, others, _CHECK_THREADS)
+    _in_threads(check, others, CHECK_THREADS)
     return found
 
 
