@@ -157,10 +157,7 @@ def update(
         n=numel,
         param=param.data_ptr(),
         master=_address(master),
-        first=_address(first.values if first else None),
-        first_scales=_address(first.scales if first else None),
-        second=_address(second.values if second else None),
-        second_scales=_address(second.scales if second else None),
+        **_addresses(first, second),
         grad=grad.data_ptr(),
         grad_dtype=DTYPES[grad.dtype],
         scalars=scalars,
@@ -248,14 +245,8 @@ def _check_moment_aside(name: str, aside: Moment | None, own: Moment | None) -> 
 
 
 def _native_aside(aside: Aside) -> _adam.Aside:
-    first, second = aside.first, aside.second
     return _adam.Aside(
-        param=_address(aside.param),
-        master=_address(aside.master),
-        first=_address(first.values if first else None),
-        first_scales=_address(first.scales if first else None),
-        second=_address(second.values if second else None),
-        second_scales=_address(second.scales if second else None),
+        param=_address(aside.param), master=_address(aside.master), **_addresses(aside.first, aside.second)
     )
 
 
@@ -303,6 +294,16 @@ def _check_moment(name: str, moment: Moment, numel: int) -> _adam.MomentKind:
     if moment.scales is not None:
         check(-(-numel // SCALE_BLOCK), {f"scales of {name}": moment.scales}, torch.float32)
     return _MOMENT_KINDS[moment.values.dtype]
+
+
+def _addresses(first: Moment | None, second: Moment | None) -> dict[str, int]:
+    """Return the addresses of the moments, by the names of the kernels' arguments."""
+    return {
+        "first": _address(first.values if first else None),
+        "first_scales": _address(first.scales if first else None),
+        "second": _address(second.values if second else None),
+        "second_scales": _address(second.scales if second else None),
+    }
 
 
 def _address(tensor: torch.Tensor | None) -> int:
