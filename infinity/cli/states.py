@@ -121,29 +121,33 @@ def _look(directory: Path) -> list[_Kept]:
 
 
 def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
-    from infinity.tiers.run_files import is_locked, missing_states, read_record
+    from infinity.tiers.run_files import is_locked
 
-    step = None
-    problem = next((f"cannot be resumed: {file.foreign}" for file in files if file.foreign is not None), None)
-    record = next((file for file in files if file.is_record), None)
-    if problem is not None:
-        pass
-    elif record is None:
-        problem = "its record is on another path"
-    else:
-        try:
-            described = read_record(record.path)
-            if not described.generations:
-                problem = "the run has ended; its next start removes the states"
-            else:
-                step = int(described.generations[0].state["counters"]["global_steps"])
-                missing = missing_states(described, _directories(described, record.path.parent))
-                problem = f"{missing[0]} is missing, unless its drive is mounted elsewhere now" if missing else None
-        except CheckpointError:
-            problem = "its record is damaged"
+    step, problem = _resumable(files)
     nbytes = sum(map(_size, files))
     in_use = any(is_locked(file.path) for file in files if file.is_data and file.foreign is None)
     return _Kept(run, rank, step, nbytes, in_use, problem)
+
+
+def _resumable(files: list[KeptFile]) -> tuple[int | None, str | None]:
+    """Return the step of one rank's files, and why the run cannot be resumed from them; None for unknown, and can."""
+    from infinity.tiers.run_files import missing_states, read_record
+
+    foreign = next((file.foreign for file in files if file.foreign is not None), None)
+    if foreign is not None:
+        return None, f"cannot be resumed: {foreign}"
+    path = next((file.path for file in files if file.is_record), None)
+    if path is None:
+        return None, "its record is on another path"
+    try:
+        record = read_record(path)
+        if not record.generations:
+            return None, "the run has ended; its next start removes the states"
+        step = int(record.generations[0].state["counters"]["global_steps"])
+        missing = missing_states(record, _directories(record, path.parent))
+    except CheckpointError:
+        return None, "its record is damaged"
+    return step, f"{missing[0]} is missing, unless its drive is mounted elsewhere now" if missing else None
 
 
 def _directories(record: Record, first: Path) -> list[Path]:
