@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from infinity.config import format_size, size_to_set
 from infinity.errors import CapacityError
-from infinity.memory.arena import Arena
-
-_PAGE_BYTES = 4096  # shares are rounded up to whole pages
+from infinity.memory.arena import ALIGN_BYTES, Arena
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Ledger:
         """
         self.parts[name] = part
         shares = self.shares_bytes
-        if shares > self.capacity_bytes + _PAGE_BYTES * len(self.parts):
+        if shares > self.capacity_bytes + ALIGN_BYTES * len(self.parts):  # shares are rounded up
             each = ", ".join(f"{name} {format_size(part.capacity_bytes)}" for name, part in self.parts.items())
             raise CapacityError(
                 f"{self.key} is {format_size(self.capacity_bytes)} but its parts need {format_size(shares)} ({each}): "

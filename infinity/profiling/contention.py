@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from infinity.kernels import Hyper
-from infinity.memory import Arena
+from infinity.memory import Arena, aligned
 from infinity.optim.formats import init_states, state_layout, update
 from infinity.tiers.state_layout import StateLayout
 from infinity.zero.ranks import Ranks
@@ -28,7 +28,6 @@ from infinity.zero.ranks import Ranks
 _ROUNDS = 2
 _ROWS = (16, 256)
 _WIDTH, _LAYERS = 1024, 24  # the weights are larger than any cache
-_PAGE_BYTES = 4096
 _MOST_TIMES = 20  # a measurement may take so many times its length, until each part has done one step
 COMPUTE, OPTIMIZER, DISK = "compute", "optimizer", "disk"
 RUNS_OF_DRIVES = _ROUNDS * (2 + 2 * len(_ROWS))  # alone, with the optimizer; with products, with both
@@ -177,7 +176,7 @@ def busy_optimizer(numel: int) -> Iterator[Busy]:
     layout = state_layout("split")
     param_bytes, state_bytes = numel * layout.param_dtype.itemsize, layout.tile_bytes(numel)
     with (
-        closing(Arena(2 * (param_bytes + _PAGE_BYTES) + state_bytes)) as arena,
+        closing(Arena(2 * aligned(param_bytes) + aligned(state_bytes))) as arena,
         arena.lease(param_bytes) as param_lease,
         arena.lease(param_bytes) as grad_lease,
         arena.lease(state_bytes) as state_lease,
