@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -130,7 +131,7 @@ def _aio(job: MachineJob, progress: Progress) -> list[list[Any]]:
                 with BenchSession(file, _FILE_BYTES, way[2], job.options(way), buffers) as session:
                     until_s = time.perf_counter() + _AIO_S
                     rates[way].append(session.run("mixed", until_s=until_s).bytes_per_s)
-    return [[*way, sorted(seen)[len(seen) // 2]] for way, seen in rates.items()]
+    return [[*way, statistics.median(seen)] for way, seen in rates.items()]
 
 
 def drives_of(disk: Duplex, machine: dict[str, Any], aio: Aio) -> dict[Aio, Duplex]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from infinity.config import Config, edited, format_size, load_config
 from infinity.errors import InfinityError
+from infinity.optim.formats import FORMATS
 from infinity.planner import (
     Estimate,
     Machine,
@@ -93,8 +94,7 @@ class Outlook:
         dtype = str(compute_dtype(self.config)).removeprefix("torch.")
         device = machine["device"] or "cpu"
         self._rates = {
-            name: rates_of(machine["profile"], dtype=dtype, state_format=name, device=device)
-            for name in ("fp32", "split", "master", "bf16", "int8")
+            name: rates_of(machine["profile"], dtype=dtype, state_format=name, device=device) for name in FORMATS
         }
         disk = self._rates["split"].disk
         self._drives = {} if disk is None else drives_of(disk, dict(machine), self.given.aio)
