@@ -404,8 +404,11 @@ def _dataloader(
     """Return a loader of micro-batches: a map-style dataset is shuffled, and divided among the ranks."""
     if dataset is None:
         return None
-    how: dict[str, Any] = {"batch_size": config.micro_batch_size, "collate_fn": collate_fn}
-    how["drop_last"] = config.drops_last
+    how: dict[str, Any] = {
+        "batch_size": config.micro_batch_size,
+        "collate_fn": collate_fn,
+        "drop_last": config.drops_last,
+    }
     if isinstance(dataset, torch.utils.data.IterableDataset):
         _log.info(
             "training_data is iterable: each rank reads its own iterator, so the dataset must divide its samples among "

@@ -148,12 +148,16 @@ class SectionFacts:
         num_local_io_workers: int | None = None,
     ) -> Any:
         """Return a loader of this rank's share of a dataset. `route` and `pin_memory` have no effect."""
-        how: dict[str, Any] = {"batch_size": batch_size or self.config.micro_batch_size, "collate_fn": collate_fn}
         if data_sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
             data_sampler = torch.utils.data.DistributedSampler(dataset)
-        how["drop_last"] = self.config.drops_last
-        workers = num_local_io_workers or 0
-        return torch.utils.data.DataLoader(dataset, sampler=data_sampler, num_workers=workers, **how)
+        return torch.utils.data.DataLoader(
+            dataset,
+            batch_size or self.config.micro_batch_size,
+            sampler=data_sampler,
+            num_workers=num_local_io_workers or 0,
+            collate_fn=collate_fn,
+            drop_last=self.config.drops_last,
+        )
 
 
 def _of_section(field: str) -> Callable[[Any], Any]:
