@@ -35,7 +35,7 @@ for line in sys.stdin:
         say("ended", code=0)
         continue
     tiering = job["values"]["tiering"]
-    print("a library's remark")
+    sys.stdout.buffer.write(b"a library's remark of any bytes: \\xff\\n")
     if tiering.get("accumulation") == "layer":
         say("error", error="no")
         say("ended", code=1)

@@ -180,7 +180,8 @@ class Workers:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # a library may print any bytes; an error would end the thread that reads them
             start_new_session=True,
             # Otherwise, looking for a GPU would initialize CUDA in the parent, and forked children could not use it.
             env=os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
