@@ -17,7 +17,7 @@ _PR_GET_THP_DISABLE = 42
 def huge_page_bytes(span: Span) -> int | None:
     """Return the bytes of huge pages in the mappings that hold `span`; None if the kernel does not report them."""
     try:
-        lines = Path("/proc/self/smaps").read_text().splitlines()
+        lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()  # it has names of mapped files
     except OSError:
         return None
     found, inside = 0, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import time
@@ -435,6 +436,17 @@ def test_small_pages_are_small_and_random() -> None:
     with random_memory(8 * MIB, huge_pages=False) as span:
         assert huge_page_bytes(span) in (0, None)
         assert span.address % 4096 == 0
+
+
+def test_mapped_files_have_names_of_any_bytes(tmp_path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff")
+    path.write_bytes(bytes(4096))
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ),
+        random_memory(MIB, huge_pages=False) as span,
+    ):
+        assert huge_page_bytes(span) in (0, None)
 
 
 def test_shuffles_differ() -> None:
