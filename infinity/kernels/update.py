@@ -132,28 +132,19 @@ def update(
         raise ValueError(f"gradients of dtype {grad.dtype} cannot be reconstructed after {type(hyper).__name__}")
     if params and not (report_lost and param.dtype == torch.bfloat16):
         raise ValueError(f"params of dtype {param.dtype} cannot be reconstructed after this update")
-    master_dtype, param_kind = _PARAM_KINDS[param.dtype]
-    if (master is None) != (master_dtype is None):
-        raise ValueError(f"master is {'missing' if master is None else 'given'} for a {param.dtype} param")
-    if master is not None and master_dtype is not None:
-        check(numel, {"master": master}, master_dtype)
-    moments = {hyper.first: first, hyper.second: second}
-    if (first is None) != (hyper.first is None) or (second is None) != (hyper.second is None):
-        raise ValueError(f"{type(hyper).__name__} has the moments {hyper.first} and {hyper.second}; give just these")
-    kinds = {_check_moment(str(name), moment, numel) for name, moment in moments.items() if moment is not None}
-    if len(kinds) != 1:
-        raise ValueError(f"{hyper.first} and {hyper.second} are of different kinds")
-    rule, scalars = _native(hyper)
-    dither = dither or Dither()
+    param_kind = _param_kind(param, master)
+    moment_kind = _moment_kind(hyper, first, second, numel)
     if aside is not None:
         _check_aside("param", aside.param, param)
         _check_aside("master", aside.master, master)
         _check_moment_aside("first", aside.first, first)
         _check_moment_aside("second", aside.second, second)
+    rule, scalars = _native(hyper)
+    dither = dither or Dither()
     lost = _adam.update(
         rule=rule,
         param_kind=param_kind,
-        moment_kind=kinds.pop(),
+        moment_kind=moment_kind,
         n=numel,
         param=param.data_ptr(),
         master=_address(master),
@@ -223,6 +214,27 @@ def reconstruct_params(
     _, scalars = _native(hyper)
     states = (before.data_ptr(), after.data_ptr(), first.data_ptr(), second.data_ptr())
     _adam.reconstruct_params(numel, param.data_ptr(), *states, scalars)
+
+
+def _param_kind(param: torch.Tensor, master: torch.Tensor | None) -> _adam.ParamKind:
+    """Return the kernels' name of a parameter with this master. Raise ValueError if the master does not fit it."""
+    master_dtype, kind = _PARAM_KINDS[param.dtype]
+    if (master is None) != (master_dtype is None):
+        raise ValueError(f"master is {'missing' if master is None else 'given'} for a {param.dtype} param")
+    if master is not None and master_dtype is not None:
+        check(param.numel(), {"master": master}, master_dtype)
+    return kind
+
+
+def _moment_kind(hyper: Rule, first: Moment | None, second: Moment | None, numel: int) -> _adam.MomentKind:
+    """Return the kernels' name of these moments. Raise ValueError unless they are the rule's, and of one kind."""
+    if (first is None) != (hyper.first is None) or (second is None) != (hyper.second is None):
+        raise ValueError(f"{type(hyper).__name__} has the moments {hyper.first} and {hyper.second}; give just these")
+    moments = {hyper.first: first, hyper.second: second}
+    kinds = {_check_moment(str(name), moment, numel) for name, moment in moments.items() if moment is not None}
+    if len(kinds) != 1:
+        raise ValueError(f"{hyper.first} and {hyper.second} are of different kinds")
+    return kinds.pop()
 
 
 def _check_aside(name: str, aside: torch.Tensor | None, own: torch.Tensor | None) -> None:
