@@ -45,16 +45,7 @@ def find_checkpoint(directory: Path, tag: str | None, damaged: MutableMapping[st
         return _read(directory, tag)
     newest = latest_tag(directory)
     if newest is None:
-        if (directory / MANIFEST).is_file():
-            _log.warning("%s is a checkpoint: give the directory that it is in, and its name as the tag", directory)
-        others = [other for other in tags(directory) if (directory / other / MANIFEST).is_file()]
-        if others:
-            _log.warning(
-                "%s has no file `latest`, so none of its checkpoints is loaded (%s): write the name of one into it, or "
-                "give it as the tag",
-                directory,
-                ", ".join(others),
-            )
+        _warn_of_unmarked(directory)
         return None
     failure: CheckpointError | None = None
     if newest not in damaged:
@@ -73,6 +64,20 @@ def find_checkpoint(directory: Path, tag: str | None, damaged: MutableMapping[st
     if found is not None:
         _log.warning("the checkpoint that was saved last is not whole; trying `%s`: %s", found.tag, damaged[newest])
     return found
+
+
+def _warn_of_unmarked(directory: Path) -> None:
+    """Warn of checkpoints that are not loaded, because the directory has no file `latest`."""
+    if (directory / MANIFEST).is_file():
+        _log.warning("%s is a checkpoint: give the directory that it is in, and its name as the tag", directory)
+    others = [other for other in tags(directory) if (directory / other / MANIFEST).is_file()]
+    if others:
+        _log.warning(
+            "%s has no file `latest`, so none of its checkpoints is loaded (%s): write the name of one into it, or "
+            "give it as the tag",
+            directory,
+            ", ".join(others),
+        )
 
 
 def _read(directory: Path, tag: str) -> Found:
