@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -112,16 +112,8 @@ class NativeEngine(IoEngine):
         return file
 
     def _submit(self, write: bool, file: IoFile, offset: int, span: Span, priority: Priority, nbytes: int) -> IoFuture:
-        if not isinstance(file, _NativeFile):
-            raise TypeError(f"{file.path} was opened by another engine")
-        self._note_asked(write, nbytes)
-        try:
-            request = self._engine.submit(
-                write, file.opened(), offset, span.address, nbytes, span.nbytes, int(priority), span.owner
-            )
-        except RuntimeError as error:  # closed, or forked
-            raise InfinityError(str(error)) from error
-        return _NativeFuture(self._engine, request, "write" if write else "read", file.path)
+        where = span.address, nbytes, span.nbytes, int(priority), span.owner
+        return self._start(write, file, nbytes, lambda opened: self._engine.submit(write, opened, offset, *where))
 
     def move_blocks(
         self,
@@ -132,21 +124,21 @@ class NativeEngine(IoEngine):
         span: Span,
         priority: Priority = Priority.DEMAND,
     ) -> IoFuture:
+        check_blocks(file, offsets, block_bytes, span)
+        where = offsets, block_bytes, span.address, span.nbytes, int(priority), span.owner
+        nbytes = len(offsets) * block_bytes
+        return self._start(write, file, nbytes, lambda opened: self._engine.submit_blocks(write, opened, *where))
+
+    def _start(self, write: bool, file: IoFile, nbytes: int, submit: Callable[[_aio.File], _aio.Request]) -> IoFuture:
         if not isinstance(file, _NativeFile):
             raise TypeError(f"{file.path} was opened by another engine")
-        check_blocks(file, offsets, block_bytes, span)
-        self._note_asked(write, len(offsets) * block_bytes)
+        asker = threading.get_ident(), write
+        self._asked_bytes[asker] = self._asked_bytes.get(asker, 0) + nbytes
         try:
-            request = self._engine.submit_blocks(
-                write, file.opened(), offsets, block_bytes, span.address, span.nbytes, int(priority), span.owner
-            )
+            request = submit(file.opened())
         except RuntimeError as error:  # closed, or forked
             raise InfinityError(str(error)) from error
         return _NativeFuture(self._engine, request, "write" if write else "read", file.path)
-
-    def _note_asked(self, write: bool, nbytes: int) -> None:
-        asker = threading.get_ident(), write
-        self._asked_bytes[asker] = self._asked_bytes.get(asker, 0) + nbytes
 
     def register(self, span: Span) -> bool:
         try:
