@@ -40,7 +40,7 @@ _CHECK_BYTES = 16 * BLOCK_BYTES  # read at once for a check
 _RANK = re.compile(r"-rank-(\d+)\.safetensors$")
 CHECK_THREADS = 4  # of all ranks of a machine together; reads and checksums release the GIL
 
-Progress = Callable[[int], object]  # called with the bytes that were checked since the last call
+Progress = Callable[[int], object]  # called with the bytes checked since the last call, from several threads
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import path_argument
@@ -94,12 +95,13 @@ def _verify(args: argparse.Namespace) -> int:
     from infinity.checkpoint.inspection import inspect, verify
 
     found = inspect(args.source, args.tag)
-    done, start_s = 0, time.perf_counter()
+    done, start_s, one_at_a_time = 0, time.perf_counter(), Lock()
 
-    def show(nbytes: int) -> None:
+    def show(nbytes: int) -> None:  # called in several threads
         nonlocal done
-        done += nbytes
-        progress.show("verified", done / max(1, found.nbytes))
+        with one_at_a_time:
+            done += nbytes
+            progress.show("verified", done / max(1, found.nbytes))
 
     with Progress() as progress:
         verify(args.source, args.tag, show)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,29 @@ def test_verify_reads_all_and_names_what_is_damaged(saved, capsys) -> None:
     assert "unit-00000.safetensors is damaged: tensor exp_avg_sq." in capsys.readouterr().err
     assert main(["checkpoint", "verify", str(directory), "--tag", "global_step1"]) == 0
     assert main(["checkpoint", "verify", str(directory / "nowhere")]) == 2
+
+
+def test_verify_draws_one_line_for_all_of_its_threads(saved, monkeypatch) -> None:
+    drawings = []
+
+    class SlowDrawing:
+        def __init__(self, picture: Any) -> None:
+            time.sleep(0.02)
+            drawings.append(self)
+
+        def draw(self) -> None: ...
+
+        def end(self) -> None: ...
+
+    def verified(source: Path, tag: str | None, show: Any) -> None:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(show, [1] * 8))
+
+    monkeypatch.setattr("infinity.cli.progress.Drawing", SlowDrawing)
+    monkeypatch.setattr("infinity.cli.progress.is_terminal", lambda: True)
+    monkeypatch.setattr("infinity.checkpoint.inspection.verify", verified)
+    assert main(["checkpoint", "verify", str(saved[0])]) == 0
+    assert len(drawings) == 1
 
 
 def test_reshard_writes_it_again(saved, tmp_path, capsys) -> None:
