@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -188,6 +189,15 @@ def test_a_list_of_records_is_read_one_at_a_time(tmp_path, monkeypatch) -> None:
     path.write_text('[{"texts": "a"}]')
     with pytest.raises(ConfigError, match=r"x.json, record 1 must be an object with .* it has `texts`"):
         list(read_documents([path], None))
+
+
+def test_a_temporary_directory_that_is_full_is_named(monkeypatch) -> None:
+    def full() -> IO[bytes]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(ConfigError, match=r"in .*No space left on device; free some space, or set TMPDIR"):
+        Packed([Document(b"abc", None, splits=True)], 4, 256, 0)
 
 
 def test_a_long_list_of_short_records_takes_linear_time(tmp_path) -> None:

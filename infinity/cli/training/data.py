@@ -119,7 +119,7 @@ class TokenizedFiles:
 
         self.vocabulary = len(tokenizer)  # raised below, because token numbers may have gaps
         texts = chain.from_iterable(map(_pieces, files))
-        with _temporary_file() as storage:  # the memory mapping keeps the file alive
+        with temporary_file() as storage:  # the memory mapping keeps the file alive
             for ids in in_turns(texts, tokens_of, ranks, "tokenizing --data"):
                 self.vocabulary = max(self.vocabulary, 1 + int(ids.max(initial=-1)))
                 storage.write(ids.tobytes())
@@ -143,14 +143,15 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _temporary_file() -> Iterator[IO[bytes]]:
+def temporary_file() -> Iterator[IO[bytes]]:
+    """Yield a temporary file for tokens. Raise ConfigError if it cannot be made or written in this context."""
     try:
         with tempfile.TemporaryFile() as file:
             yield file
     except OSError as error:
         raise ConfigError(
             f"the tokens of --data cannot be written to a temporary file in {tempfile.tempdir}: {error.strerror}; "
-            f"{how_to_grow(error)}, or set TMPDIR to a directory that has 4 bytes free for each token"
+            f"{how_to_grow(error)}, or set TMPDIR to a directory that has 5 bytes free for each token"
         ) from error
 
 

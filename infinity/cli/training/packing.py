@@ -9,7 +9,6 @@ end is cut off if it is longer than a sample. The rest of a sample is filled wit
 
 from __future__ import annotations
 
-import tempfile
 import zlib
 from collections.abc import Iterable
 from typing import IO
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from infinity.cli.training.data import temporary_file
 from infinity.cli.training.documents import Document
 from infinity.errors import ConfigError
 
@@ -42,7 +42,7 @@ class Packed:
         self.documents = self.cut = self.dropped = 0
         self.tokens = 0
         self._fill = fill
-        with tempfile.TemporaryFile() as ids, tempfile.TemporaryFile() as flags:  # memory mappings keep them alive
+        with temporary_file() as ids, temporary_file() as flags:  # memory mappings keep them alive
             self._pack(documents, ids, flags)
             if not flags.tell():
                 raise ConfigError(
