@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from infinity.cli.arguments import check_least
 from infinity.errors import ConfigError
@@ -156,12 +157,23 @@ def _meeting(args: argparse.Namespace) -> list[str]:
     if args.address is None or node_rank is None:
         missing = "--address HOST of the first machine" if args.address is None else "--node-rank of this machine"
         raise ConfigError(f"--nodes is {args.nodes}: give {missing}")
-    host, _, port = args.address.partition(":")
-    if port and args.master_port is not None:
+    host, port = _host_and_port(args.address)
+    if port is not None and args.master_port is not None:
         raise ConfigError(f"--address {args.address} has a port, and --master-port is {args.master_port}; give one")
-    port = port or args.master_port
     options = [f"--nnodes={args.nodes}", f"--node-rank={node_rank}", f"--master-addr={host}"]
-    return [*options, f"--master-port={port or 29500}"]
+    return [*options, f"--master-port={port or args.master_port or 29500}"]
+
+
+def _host_and_port(address: str) -> tuple[str, int | None]:
+    """Split HOST[:PORT]. The host may be an IPv6 address in brackets."""
+    try:
+        parts = urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"--address {address}: {error}; give HOST, HOST:PORT or [IPv6 address]:PORT") from error
+    if host is None:
+        raise ConfigError(f"--address {address} has no host; give HOST, HOST:PORT or [IPv6 address]:PORT")
+    return host, port
 
 
 def _endings(args: argparse.Namespace) -> list[str]:

@@ -113,6 +113,7 @@ def test_every_rank_gets_its_share_of_the_cores(tmp_path: Path) -> None:
         (["--node_rank", "0", "train"], "--node-rank is 0, which is for several machines: give --nodes"),
         (["--master_port", "0", "train"], "--master-port is 0"),
         (["--num_nodes", "2", "--node_rank", "0", "--master_addr", "a:1", "--master_port", "2", "train"], "give one"),
+        (["--nodes", "2", "--node-rank", "1", "--address", "fd00::1", "train"], "give HOST, HOST:PORT or [IPv6"),
         (["--hostfile", "hosts", "train"], "--hostfile hosts is an option of DeepSpeed's launcher"),
         (["--include", "localhost:0", "train"], "CUDA_VISIBLE_DEVICES chooses the GPUs"),
         (["--numa-binding", "near", "train"], "--numa-binding is near; it is one of node, socket"),
@@ -132,6 +133,10 @@ def test_what_cannot_run_is_refused(arguments, message, capsys, monkeypatch) -> 
         (
             ["--num_nodes", "2", "--node_rank", "1", "--master_addr", "first", "--master_port", "1234"],
             ["--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=1234"],
+        ),
+        (
+            ["--nodes", "2", "--node-rank", "1", "--address", "[fd00::1]:1234"],
+            ["--nnodes=2", "--node-rank=1", "--master-addr=fd00::1", "--master-port=1234"],
         ),
     ],
 )
