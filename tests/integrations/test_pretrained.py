@@ -29,6 +29,7 @@ import infinity
 from infinity.checkpoint.export import plan_shards
 from infinity.cli.main import main
 from infinity.integrations import pretrained_model
+from infinity.integrations.pretrained import pretrained_shape
 from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of, tiny_gpt2, tiny_llama
 from tests.checkpoint.common import run
 
@@ -209,6 +210,12 @@ def test_what_cannot_be_loaded_is_refused_by_name(damage, error, message, tmp_pa
     damage(path)
     with pytest.raises(error, match=message):
         infinity.from_pretrained(path, BF16.config(Placement()))
+
+
+def test_a_value_that_counts_nothing_may_be_any_number(tmp_path) -> None:
+    path = saved(tmp_path, tiny_llama())
+    rewrite(path, note=float("nan"))
+    assert pretrained_shape(path).config.num_hidden_layers == tiny_llama().config.num_hidden_layers
 
 
 def rewrite(directory: Path, **changes: Any) -> None:
