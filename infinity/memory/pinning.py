@@ -5,7 +5,7 @@ torch has no common API for this. Device modules other than CUDA's may have `reg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 import torch
@@ -38,7 +38,7 @@ def pin(device: torch.device, address: int, nbytes: int) -> tuple[int, ...]:
     return tuple(pinned)
 
 
-def unpin(device: torch.device, pinned: tuple[int, ...] | list[int]) -> None:
+def unpin(device: torch.device, pinned: Iterable[int]) -> None:
     """Undo `pin`, given its result."""
     for address in pinned:
         unregister(device, address)

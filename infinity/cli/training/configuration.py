@@ -81,7 +81,7 @@ def base_values(options: ConfigOptions, measured: Callable[[], str]) -> dict[str
         values.pop("train_batch_size", None)  # it is computed from the new values
     if lr is not None:
         values["optimizer"].setdefault("type", "AdamW")
-    elif _section(values, "optimizer").get("lr") == "auto":
+    elif _optimizer_params(values).get("lr") == "auto":
         raise ConfigError(f'optimizer.params.lr is "auto" in {options.config}: give the learning rate by --lr')
     precision = options.precision
     if precision is None and (options.config is None or precision_is_auto(values)):
@@ -133,9 +133,9 @@ def with_schedule(
     return {**values, "scheduler": {**section, "params": params}}, None
 
 
-def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the parameters of the optimizer or scheduler section; empty if there are none."""
-    section = values.get(name)
+def _optimizer_params(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters of the optimizer section; empty if there are none."""
+    section = values.get("optimizer")
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}
 
