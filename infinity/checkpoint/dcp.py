@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from infinity.checkpoint.conversion import Progress, checkpoint_at
+from infinity.checkpoint.conversion import Progress
 from infinity.checkpoint.directory import check_tag, make_directory, writing
 from infinity.checkpoint.extra import read_extra, unpacked
 from infinity.checkpoint.files import is_file_name, open_plain, read_plain
@@ -78,8 +78,7 @@ def export_dcp(source: Path, target: Path, *, tag: str | None = None) -> Path:
         StorageError: writing failed.
         ConfigError: `tag` is no plain name.
     """
-    path = checkpoint_at(source, tag)
-    manifest = verify(source, tag)
+    path, manifest = verify(source, tag)
     if manifest.layout.moment_fields != layout_with_moments("fp32", *manifest.moments).moment_fields:
         raise CheckpointError(
             f"{path} has moments of format {manifest.state_format}: convert them to float32 first, with "

@@ -85,8 +85,11 @@ def inspect(source: Path, tag: str | None = None) -> Inspection:
     )
 
 
-def verify(source: Path, tag: str | None = None, progress: Progress = lambda nbytes: None) -> Manifest:
-    """Read a whole checkpoint, compare it with its manifest, and return the manifest.
+def verify(source: Path, tag: str | None = None, progress: Progress = lambda nbytes: None) -> tuple[Path, Manifest]:
+    """Read a whole checkpoint, and compare it with its manifest.
+
+    Returns:
+        Its path and its manifest. A moment later, the last checkpoint of `source` may be another one.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged. The message names the file and the tensor.
@@ -96,7 +99,7 @@ def verify(source: Path, tag: str | None = None, progress: Progress = lambda nby
     manifest = read_manifest(path)
     check_files(path, manifest.tensors, progress)
     read_extra(path, manifest)
-    return manifest
+    return path, manifest
 
 
 def client_state(source: Path, tag: str | None = None) -> dict[str, Any]:
@@ -118,8 +121,7 @@ def trained_values(source: Path, tag: str | None = None) -> dict[str, torch.Tens
         CheckpointError: the checkpoint is missing or damaged.
         ConfigError: `tag` is no plain name.
     """
-    path = checkpoint_at(source, tag)
-    manifest = verify(source, tag)
+    path, manifest = verify(source, tag)
     with StoredReader(path, manifest.tensors) as reader:
         return {name: reader.whole(f"{MASTER_FIELD}.{name}") for name in manifest.stored(MASTER_FIELD)}
 
@@ -144,8 +146,7 @@ def export_weights(
         StorageError: writing failed.
         ConfigError: `tag` is no plain name.
     """
-    path = checkpoint_at(source, tag)
-    manifest = verify(source, tag)
+    path, manifest = verify(source, tag)
     buffers: dict[str, torch.Tensor] = read_extra(path, manifest)["buffers"]
     coded = manifest.stored(CODE_FIELD)
     keys = {name: f"{field}.{name}" for field in (MASTER_FIELD, FROZEN_FIELD) for name in manifest.stored(field)}

@@ -104,12 +104,12 @@ def _verify(args: argparse.Namespace) -> int:
             progress.show("verified", done / max(1, found.nbytes))
 
     with Progress() as progress:
-        verify(args.source, args.tag, show)
+        path, manifest = verify(args.source, args.tag, show)
     seconds = time.perf_counter() - start_s
     if args.json:
-        print(json.dumps({"path": found.path, "whole": True, "bytes": found.nbytes, "seconds": seconds}))
+        print(json.dumps({"path": str(path), "whole": True, "bytes": manifest.nbytes, "seconds": seconds}))
     else:
-        print(f"{found.path}: whole, {found.nbytes:,} bytes, files: {found.files}, {seconds:.1f} s")
+        print(f"{path}: whole, {manifest.nbytes:,} bytes, files: {len(manifest.files)}, {seconds:.1f} s")
     return 0
 
 

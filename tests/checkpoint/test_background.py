@@ -25,7 +25,7 @@ TILED = Placement(tile_size="64KiB")
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
-    manifest = verify(path)
+    _, manifest = verify(path)
     with StoredReader(path, manifest.tensors) as reader:
         return {key: reader.read(key, 0, tensor.numel) for key, tensor in manifest.tensors.items()}
 
@@ -208,7 +208,7 @@ raise ValueError("an end")
 def test_the_end_of_the_process_waits_for_it(tmp_path) -> None:
     done = prepared.run(["-c", _PROCESS, tmp_path], clears=True)
     assert "ValueError: an end" in done.stderr
-    assert verify(tmp_path).counters["global_steps"] == 2
+    assert verify(tmp_path)[1].counters["global_steps"] == 2
 
 
 def save_on_ranks(path: str) -> str:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from infinity.checkpoint.conversion import checkpoint_at
 from infinity.checkpoint.format import read_manifest
+from infinity.checkpoint.inspection import trained_values
 from infinity.cli.main import main
 from tests.api.small_models import engine_of, train, weights
 
@@ -64,6 +66,20 @@ def test_verify_reads_all_and_names_what_is_damaged(saved, capsys) -> None:
     assert main(["checkpoint", "verify", str(directory / "nowhere")]) == 2
 
 
+def test_a_checkpoint_that_is_saved_meanwhile_changes_nothing(saved, monkeypatch) -> None:
+    directory, values = saved
+
+    def found_before(source: Path, tag: str | None = None) -> Path:
+        path = checkpoint_at(source, tag)
+        (directory / "latest").write_text("global_step1")
+        return path
+
+    monkeypatch.setattr("infinity.checkpoint.inspection.checkpoint_at", found_before)
+    found = trained_values(directory)
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
 def test_verify_draws_one_line_for_all_of_its_threads(saved, monkeypatch) -> None:
     drawings = []
 
@@ -76,9 +92,10 @@ def test_verify_draws_one_line_for_all_of_its_threads(saved, monkeypatch) -> Non
 
         def end(self) -> None: ...
 
-    def verified(source: Path, tag: str | None, show: Any) -> None:
+    def verified(source: Path, tag: str | None, show: Any) -> tuple[Path, Any]:
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(show, [1] * 8))
+        return source, read_manifest(source / "global_step2")
 
     monkeypatch.setattr("infinity.cli.progress.Drawing", SlowDrawing)
     monkeypatch.setattr("infinity.cli.progress.is_terminal", lambda: True)
