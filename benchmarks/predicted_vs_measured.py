@@ -29,10 +29,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from matplotlib.figure import Figure
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import infinity
-from benchmarks.predictions import errors_line, plot_errors
 from benchmarks.workload import status_bytes
 from infinity import kernels
 from infinity.config import load_config
@@ -55,6 +55,8 @@ from infinity.profiling.processor import optimizer_rates
 from infinity.profiling.products import operation_cost, product_rates
 from infinity.zero.meta import construct_on_meta
 from infinity.zero.ranks import Ranks, join_ranks
+
+_COLORS = {"disk": "tab:blue", "compute": "tab:orange"}  # of the plot, by bottleneck
 
 
 @dataclass(frozen=True)
@@ -314,6 +316,31 @@ def memory_table(rows: list[dict[str, Any]]) -> str:
         cells = " | ".join(f"{expected / 1e6:.0f} / {found / 1e6:.0f}" for expected, found in pairs)
         lines.append(f"| {row['name']} | {cells} | {pairs[2][0] / pairs[2][1] - 1:+.0%} |")
     return "\n".join(lines)
+
+
+def errors_line(rows: list[dict[str, Any]]) -> str:
+    """The median and the worst of `error`."""
+    errors = sorted(abs(row["error"]) for row in rows)
+    middle = statistics.median(errors)
+    return f"\nmedian error {middle:.1%}, worst {errors[-1]:.1%}, of {len(rows)} configurations"
+
+
+def plot_errors(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Draw `predicted_s` over `measured_s` with the spread of what was measured, by `name` and `bottleneck`."""
+    figure = Figure(figsize=(6.5, 6), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        spread = [[row["measured_s"] - row["measured_min_s"]], [row["measured_max_s"] - row["measured_s"]]]
+        place = row["measured_s"], row["predicted_s"]
+        axes.errorbar(*place, xerr=spread, marker="o", color=_COLORS.get(row["bottleneck"], "tab:gray"))
+        axes.annotate(row["name"], place, fontsize=7, xytext=(4, 4), textcoords="offset points")
+    ends = [min(row["measured_min_s"] for row in rows), max(row["measured_max_s"] for row in rows)]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for factor in (1.25, 0.8):
+        axes.plot(ends, [factor * end for end in ends], color="gray", linewidth=0.6, linestyle="--")
+    axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="predicted step, s")
+    axes.set_title("blue: bound by the drive, orange: by computing; dashed: 25%")
+    figure.savefig(path)
 
 
 def main() -> None:
