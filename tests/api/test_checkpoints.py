@@ -26,6 +26,7 @@ from infinity.checkpoint.identity import first_difference, model_identity
 from infinity.checkpoint.runs import LOCK
 from tests.api.small_models import WIDTH, Heads, engine_of, train, weights
 from tests.behaviour.ranks import run_ranks
+from tests.behaviour.reference import assert_same_weights
 from tests.prepared import Child
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12
@@ -38,12 +39,6 @@ def blocks(seed: int) -> nn.Module:
     """Several units."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name
 
 
 def save(directory: Path, seed: int = 0, steps: int = 2, model: nn.Module | None = None) -> Path:
@@ -122,7 +117,7 @@ def test_what_is_read_in_slices_is_verified_block_by_block(tmp_path) -> None:
     torch.manual_seed(5)
     with engine_of(nn.Sequential(nn.Linear(700, 300), nn.Linear(300, 700)), **tiles) as engine:
         engine.load_checkpoint(tmp_path)
-        assert_same(weights(engine), expected)
+        assert_same_weights(weights(engine), expected)
         with pytest.MonkeyPatch.context() as patch:
             size = (saved / "unit-00000.safetensors").stat().st_size
             after_check(patch, lambda: flip(saved / "unit-00000.safetensors", size // 6))
@@ -181,7 +176,7 @@ def test_another_model_of_the_same_shapes_is_refused_by_its_first_difference(sav
         with pytest.raises(infinity.CheckpointError, match="is of another model"):
             engine.load_checkpoint(tmp_path, load_module_only=True)
         engine.load_checkpoint(tmp_path, strict_model=False)
-        assert_same(weights(engine), expected)
+        assert_same_weights(weights(engine), expected)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +219,7 @@ def test_what_training_has_changed_is_no_difference_to_another_engine(count, tmp
         expected = weights(engine)
     with engine_of(model([0.25], 7, 5), seed=1) as engine:
         engine.load_checkpoint(tmp_path)
-        assert_same(weights(engine), expected)
+        assert_same_weights(weights(engine), expected)
     with (
         engine_of(model([], 0, 6)) as engine,
         pytest.raises(infinity.CheckpointError, match="`limit` of the model is 5 in the checkpoint and 6 here"),
@@ -255,7 +250,7 @@ def test_a_checkpoint_of_before_runs_and_models_were_noted_is_read(converted, tm
         path, client_state = engine.load_checkpoint(directory)
         assert (path, client_state) == (directory / "global_step3", {"epoch": 2})
         assert engine.global_steps == 3
-        assert_same(weights(engine), expected["weights"])
+        assert_same_weights(weights(engine), expected["weights"])
         for name, buffer in model.named_buffers():
             assert torch.equal(buffer, expected["buffers"][name].to(buffer.dtype)), name
         with torch.no_grad():
@@ -439,10 +434,10 @@ def test_ranks_with_different_checkpoints_under_one_tag_all_refuse(tmp_path) -> 
         for (message, after), pattern in zip(of_rank[:-1], expected, strict=True):
             assert message is not None, pattern
             assert re.match(pattern, message), message
-            assert_same(after, untouched)
+            assert_same_weights(after, untouched)
         message, after = of_rank[-1]
         assert message is None
-        assert_same(after, loaded)
+        assert_same_weights(after, loaded)
 
 
 def fail_on_rank_1(directory: str) -> tuple[str, str]:
@@ -504,7 +499,7 @@ def test_two_ranks_go_on_from_a_checkpoint_as_one_does(tmp_path) -> None:
     assert any(not torch.equal(loaded[name], after[name]) for name in after)
     for by_stage in run_ranks(2, resume, str(directory), path=tmp_path):
         for stage in STAGES:
-            assert_same(by_stage[stage][0], loaded)
+            assert_same_weights(by_stage[stage][0], loaded)
             for name, value in by_stage[stage][1].items():
                 torch.testing.assert_close(value, after[name], rtol=1e-5, atol=1e-6)
 

@@ -54,11 +54,7 @@ def data() -> torch.Tensor:
 
 
 def settings(path: Path, host_memory: int | str, stage: int) -> dict[str, Any]:
-    config = Recipe().config(Placement("nvme", "nvme", path, "16KiB", host_memory))
-    config["zero_optimization"]["stage"] = stage
-    if stage < 3:
-        del config["zero_optimization"]["offload_param"]
-    return config
+    return Recipe().config(Placement("nvme", "nvme", path, "16KiB", host_memory), stage)
 
 
 @contextmanager

@@ -49,11 +49,7 @@ WRITES: list[Write] = [_in_place, _by_data, _other_data]
 
 
 def config_of(stage: int, offload: str = "none", path: Path | None = None, clipping: float = 0.0) -> dict[str, Any]:
-    config = Recipe(clipping=clipping).config(Placement(optimizer=offload, path=path))
-    config["zero_optimization"]["stage"] = stage
-    if stage < 3:
-        del config["zero_optimization"]["offload_param"]
-    return config
+    return Recipe(clipping=clipping).config(Placement(optimizer=offload, path=path), stage)
 
 
 def masters_of(engine: infinity.Engine) -> dict[str, torch.Tensor]:

@@ -25,11 +25,7 @@ STEPS = 4
 
 
 def config_of(stage: int, *, offload: str = "none", path: Path | None = None, **recipe: Any) -> dict[str, Any]:
-    config = Recipe(**recipe).config(Placement(optimizer=offload, path=path))
-    config["zero_optimization"]["stage"] = stage
-    if stage < 3:
-        del config["zero_optimization"]["offload_param"]
-    return config
+    return Recipe(**recipe).config(Placement(optimizer=offload, path=path), stage)
 
 
 def raw(model: nn.Module) -> dict[str, torch.Tensor]:

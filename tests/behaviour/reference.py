@@ -79,7 +79,7 @@ class Recipe:
     steps: int = 20
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def config(self, placement: Placement) -> dict[str, Any]:
+    def config(self, placement: Placement, stage: int = 3) -> dict[str, Any]:
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": BATCH,
             "gradient_accumulation_steps": self.accumulation,
@@ -88,7 +88,7 @@ class Recipe:
             "fp16": {"enabled": self.precision == "fp16", "initial_scale_power": 10},
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": {
-                "stage": 3,
+                "stage": stage,
                 # small enough that the embeddings of the test models move too
                 "stage3_param_persistence_threshold": 1000,
                 "offload_param": {"device": placement.params},
@@ -100,6 +100,10 @@ class Recipe:
             config["tiering"]["nvme"] = [{"path": str(placement.path)}]
         if placement.host_memory is not None:
             config["tiering"]["host_memory"] = placement.host_memory
+        if stage < 3:
+            del config["zero_optimization"]["offload_param"]
+        if stage == 0:
+            del config["zero_optimization"]["offload_optimizer"]
         return config | self.extra
 
 
@@ -132,11 +136,15 @@ def train_on(engine: infinity.Engine, data: list[torch.Tensor]) -> list[float]:
     return losses
 
 
+def trained_on(engine: infinity.Engine, data: list[torch.Tensor]) -> Result:
+    """Train on these batches; their losses, and the weights afterwards."""
+    return Result(train_on(engine, data), dict(engine.named_parameters()))
+
+
 def train(model: nn.Module, recipe: Recipe, placement: Placement) -> Result:
     """Train with infinity."""
     with infinity.initialize(model=model, config=recipe.config(placement))[0] as engine:
-        losses = train_on(engine, batches(recipe.steps * recipe.accumulation))
-        return Result(losses, dict(engine.named_parameters()))
+        return trained_on(engine, batches(recipe.steps * recipe.accumulation))
 
 
 def train_plainly(model: nn.Module, recipe: Recipe) -> Result:
@@ -172,6 +180,17 @@ def train_plainly(model: nn.Module, recipe: Recipe) -> Result:
             for master, param in trained:
                 param.copy_(master)
     return Result(losses, {name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def assert_same_bits(found: Result, expected: Result) -> None:
+    assert found.losses == expected.losses
+    assert_same_weights(found.weights, expected.weights)
 
 
 def named_budget(refusal: BaseException) -> int:

@@ -26,8 +26,9 @@ from infinity.tiers.run_files import kept_files, read_record
 from infinity.tiers.states import Tile
 from infinity.tiers.swap import SwapSpace
 from infinity.tiers.swap_file import remove_stale
+from tests.api.small_models import weights
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of
+from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of, train_on
 
 STEPS = 6
 DATA = batches(STEPS)
@@ -54,17 +55,7 @@ def start(path: Path, architecture: str = "gpt2", seed: int = 0, **changes: Any)
 
 
 def train(engine: infinity.Engine, data: list[torch.Tensor] = DATA) -> list[float]:
-    losses = []
-    for ids in data[engine.global_steps :]:
-        loss = loss_of(engine, ids)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
-    return dict(engine.named_parameters())
+    return train_on(engine, data[engine.global_steps :])
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:

@@ -26,6 +26,7 @@ from tests.behaviour.reference import (
     Placement,
     Recipe,
     Result,
+    assert_same_bits,
     batches,
     loss_of,
     named_budget,
@@ -33,7 +34,6 @@ from tests.behaviour.reference import (
     train_on,
 )
 from tests.behaviour.test_layer_major import inputs
-from tests.behaviour.test_parity import assert_same_bits
 
 LIMIT = "12KiB"  # a block of the test models has four times as much and more
 STEPS = 4

@@ -15,14 +15,15 @@ from tests.behaviour.reference import (
     Placement,
     Recipe,
     Result,
+    assert_same_bits,
     batches,
-    loss_of,
     named_budget,
     tiny_gpt2,
     tiny_llama,
     train_on,
+    trained_on,
 )
-from tests.behaviour.test_parity import STEPS, assert_same_bits, in_memory
+from tests.behaviour.test_parity import STEPS, in_memory
 
 
 def train_discrete(model, recipe: Recipe, placement: Placement, link: Link | None = None, **tiering: object) -> Result:
@@ -70,24 +71,14 @@ def test_checkpoints_move_between_kinds_of_devices(tmp_path) -> None:
     swap = tmp_path / "swap"
     swap.mkdir()
     config = recipe.config(Placement("nvme", "nvme", swap, "64KiB"))
-
-    def run(engine: infinity.Engine, part: list[torch.Tensor]) -> list[float]:
-        losses = []
-        for ids in part:
-            loss = loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
-
     with infinity.initialize(model=tiny_gpt2(), config=config, link=SameMemory())[0] as engine:
-        run(engine, data[:4])
+        train_on(engine, data[:4])
         engine.save_checkpoint(tmp_path / "saved")
-        uninterrupted = run(engine, data[4:])
+        uninterrupted = train_on(engine, data[4:])
     for link in (None, SameMemory()):
         with infinity.initialize(model=tiny_gpt2(5), config=config, link=link)[0] as engine:
             engine.load_checkpoint(tmp_path / "saved")
-            assert run(engine, data[4:]) == uninterrupted
+            assert train_on(engine, data[4:]) == uninterrupted
 
 
 @pytest.mark.gpu
@@ -101,14 +92,8 @@ def test_cuda_placements_agree(architecture, device, clipping, tmp_path: Path) -
 
     def train_on_gpu(placement: Placement) -> Result:
         config = recipe.config(placement)
-        losses = []
         with infinity.initialize(model=ARCHITECTURES[architecture](), config=config, device="cuda")[0] as engine:
-            for ids in batches(recipe.steps):
-                loss = loss_of(engine, ids.to(engine.device))
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-            return Result(losses, dict(engine.named_parameters()))
+            return trained_on(engine, [ids.to(engine.device) for ids in batches(recipe.steps)])
 
     assert_same_bits(train_on_gpu(Placement(device, device, tmp_path)), train_on_gpu(Placement("none", "cpu")))
 

@@ -105,10 +105,7 @@ def gathers_of(unit: UnitLayout, stage: int, tied: str) -> int:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_sends_what_theory_says(stage, ranks) -> None:
-    config = Recipe("bf16", clipping=1.0).config(Placement())
-    config["zero_optimization"]["stage"] = stage
-    if stage < 3:
-        del config["zero_optimization"]["offload_param"]
+    config = Recipe("bf16", clipping=1.0).config(Placement(), stage)
     with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
         units = engine._runtime.partition.units
         train_on(engine, batches(2))
@@ -132,11 +129,8 @@ def test_micro_batches_are_reduced_each_from_stage_2_on(ranks) -> None:
     """And parameters are fetched for each."""
     counted = {}
     for stage in (1, 2, 3):
-        config = Recipe("bf16", accumulation=2, extra={"data_types": {"grad_accum_dtype": "bf16"}}).config(Placement())
-        config["zero_optimization"]["stage"] = stage
-        if stage < 3:
-            del config["zero_optimization"]["offload_param"]
-        with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
+        recipe = Recipe("bf16", accumulation=2, extra={"data_types": {"grad_accum_dtype": "bf16"}})
+        with infinity.initialize(model=tiny_gpt2(), config=recipe.config(Placement(), stage))[0] as engine:
             train_on(engine, batches(4))
             ranks.sent.clear()
             train_on(engine, batches(2))

@@ -11,8 +11,8 @@ import pytest
 import infinity
 from infinity.config import load_config
 from infinity.planner import plan_training
-from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, tiny_llama, train
-from tests.behaviour.test_parity import assert_same_bits, least_host_memory
+from tests.behaviour.reference import Placement, Recipe, Result, assert_same_bits, batches, loss_of, tiny_llama, train
+from tests.behaviour.test_parity import least_host_memory
 
 STEPS = 4
 

@@ -145,12 +145,7 @@ def test_several_ranks_agree(tmp_path: Path) -> None:
     configs = []
     for stage, schedule in itertools.product((0, 2, 3), ("deferred", "speculative")):
         device = "nvme" if stage == 3 else "none"
-        config = recipe_of("fp32").config(Placement(device, device, swap, "64KiB", schedule=schedule))
-        config["zero_optimization"]["stage"] = stage
-        if stage < 3:
-            del config["zero_optimization"]["offload_param"]
-        if stage == 0:
-            del config["zero_optimization"]["offload_optimizer"]
+        config = recipe_of("fp32").config(Placement(device, device, swap, "64KiB", schedule=schedule), stage)
         configs.append(config)
     expected = train_plainly(batches(2 * len(FACTORS)), ranks=2)
     for of_rank in run_ranks(2, train_on_rank, configs, path=tmp_path):

@@ -23,6 +23,7 @@ from tests.behaviour.reference import (
     Placement,
     Recipe,
     Result,
+    assert_same_bits,
     batches,
     loss_of,
     named_budget,
@@ -32,7 +33,6 @@ from tests.behaviour.reference import (
 from tests.behaviour.test_activations import Many, placed
 from tests.behaviour.test_activations import train as train_many
 from tests.behaviour.test_discrete_device import least_device_memory
-from tests.behaviour.test_parity import assert_same_bits
 from tests.tiers.late_link import LateLink, LateRequest, LateToken, late
 
 STEPS = 3

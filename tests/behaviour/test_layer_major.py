@@ -17,13 +17,13 @@ from tests.behaviour.reference import (
     Placement,
     Recipe,
     Result,
+    assert_same_bits,
     batches,
     tiny_gpt2,
     tiny_llama,
     train,
     train_plainly,
 )
-from tests.behaviour.test_parity import assert_same_bits
 from tests.behaviour.test_traffic import deep_llama
 
 MICRO_BATCHES = 4

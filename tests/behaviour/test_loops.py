@@ -16,14 +16,16 @@ from tests.behaviour.reference import (
     Placement,
     Recipe,
     Result,
+    assert_same_bits,
     batches,
     loss_of,
     tiny_gpt2,
     tiny_llama,
     train,
+    train_on,
     train_plainly,
 )
-from tests.behaviour.test_parity import assert_same_bits, least_host_memory
+from tests.behaviour.test_parity import least_host_memory
 
 RECIPE = Recipe("bf16", steps=6)
 
@@ -60,10 +62,7 @@ def test_evaluation_between_steps_changes_nothing_and_sees_the_new_weights(tight
         trained, evaluated = [], []
         with infinity.initialize(model=tiny_gpt2(), config=RECIPE.config(placement))[0] as engine:
             for ids in batches(RECIPE.steps):
-                loss = loss_of(engine, ids)
-                engine.backward(loss)
-                engine.step()
-                trained.append(loss.item())
+                trained += train_on(engine, [ids])
                 if evaluate:
                     engine.eval()
                     with torch.no_grad():
@@ -182,12 +181,7 @@ def test_parameter_groups_keep_their_own_hyper_parameters(tight) -> None:
     placement = Placement("nvme", "nvme", tight.path)
     engine, *_ = infinity.initialize(model=model, model_parameters=groups(model), config=recipe.config(placement))
     with engine:
-        losses = []
-        for ids in batches(recipe.steps):
-            loss = loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = train_on(engine, batches(recipe.steps))
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -213,10 +207,7 @@ def test_an_exception_before_anything_is_updated_leaves_the_engine_usable(fail, 
         for step, ids in enumerate(batches(RECIPE.steps)):
             if step == 3:
                 fail(engine, ids)
-            loss = loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses += train_on(engine, [ids])
         ours = Result(losses, dict(engine.named_parameters()))
     assert_same_bits(ours, train(tiny_gpt2(), RECIPE, Placement()))
 
@@ -289,10 +280,7 @@ def test_generate_between_steps_changes_nothing(tight) -> None:
         losses, texts = [], []
         with infinity.initialize(model=tiny_llama(), config=RECIPE.config(placement))[0] as engine:
             for ids in batches(RECIPE.steps):
-                loss = loss_of(engine, ids)
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
+                losses += train_on(engine, [ids])
                 if generate:
                     with torch.no_grad():
                         made = engine.module.generate(ids[:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)

@@ -8,10 +8,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 import infinity
-from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, train, train_plainly
+from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, assert_same_bits, train, train_plainly
 
 STEPS = 4
 
@@ -33,13 +32,6 @@ RELATIVE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 @cache
 def in_memory(architecture: str, precision: str, accumulation: int, clipping: float) -> Result:
     return train(ARCHITECTURES[architecture](), Recipe(precision, accumulation, clipping, STEPS), Placement())
-
-
-def assert_same_bits(left: Result, right: Result) -> None:
-    assert left.losses == right.losses
-    assert left.weights.keys() == right.weights.keys()
-    for name, weight in left.weights.items():
-        assert torch.equal(weight, right.weights[name]), name
 
 
 @pytest.mark.parametrize(("architecture", "device", "recipe"), CASES)

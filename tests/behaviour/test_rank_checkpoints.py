@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 import infinity
 from infinity.checkpoint import PretrainedWeights
+from tests.api.small_models import weights
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, train_on
+from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, assert_same_weights, batches, train_on
 from tests.behaviour.test_ranks import Case
 
 STEPS = 3
@@ -35,10 +36,6 @@ def start(case: Case, state_format: str = "auto") -> infinity.Engine:
 
 def data_of(rank: int, size: int) -> list[torch.Tensor]:
     return batches(2 * STEPS * size)[rank::size]
-
-
-def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
-    return dict(engine.named_parameters())
 
 
 def save_and_go_on(case: Case, directory: str, state_format: str) -> tuple[Any, Any]:
@@ -66,12 +63,6 @@ def load_and_go_on(case: Case, directory: str, state_format: str) -> tuple[Any, 
         return loaded, weights(engine)
 
 
-def assert_same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert weights.keys() == expected.keys()
-    for name, values in weights.items():
-        assert torch.equal(values, expected[name]), name
-
-
 @pytest.mark.parametrize("state_format", ["int8"])
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_two_or_three(state_format, tmp_path) -> None:
     swap, directory = tmp_path / "swap", str(tmp_path / "checkpoint")
@@ -81,15 +72,15 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_two_or_three(state_format, t
         (tmp_path / part).mkdir()
     saved = run_ranks(2, save_and_go_on, case, directory, state_format, path=tmp_path / "a")
     for at_save, _ in saved:
-        assert_same(at_save, saved[0][0])
+        assert_same_weights(at_save, saved[0][0])
     for size, path in ((2, "b"), (3, "c")):
         other = dataclasses.replace(case, stage=2, placement=Placement()) if size == 3 else case
         for loaded, after in run_ranks(size, load_and_go_on, other, directory, state_format, path=tmp_path / path):
-            assert_same(loaded, saved[0][0])
+            assert_same_weights(loaded, saved[0][0])
             if size == 2:
-                assert_same(after, saved[0][1])
+                assert_same_weights(after, saved[0][1])
     loaded, _ = load_and_go_on(case, directory, state_format)
-    assert_same(loaded, saved[0][0])
+    assert_same_weights(loaded, saved[0][0])
     exported = PretrainedWeights(Path(directory) / "export", ARCHITECTURES["llama"]())
     for name, values in saved[0][0].items():
         assert torch.equal(exported.read(name), values), name
@@ -141,6 +132,6 @@ def change_on_rank_1(case: Case) -> dict[str, torch.Tensor]:
 def test_what_one_rank_changes_is_changed_on_all(tmp_path) -> None:
     (tmp_path / "swap").mkdir()
     first, second = run_ranks(2, change_on_rank_1, case_on(tmp_path / "swap"), path=tmp_path)
-    assert_same(second, first)
+    assert_same_weights(second, first)
     assert (first["lm_head.weight"].float() - 0.5).abs().max() < 0.01
     assert (first["model.embed_tokens.weight"][3] == 2.0).all()

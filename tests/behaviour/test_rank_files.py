@@ -21,9 +21,9 @@ from infinity.checkpoint.inspection import verify
 from infinity.checkpoint.tensors import RangeReader
 from infinity.zero import shared_directory
 from infinity.zero.ranks import Ranks
-from tests.api.small_models import CONFIG
+from tests.api.small_models import CONFIG, weights
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import tiny_llama
+from tests.behaviour.reference import assert_same_weights, tiny_llama
 
 WIDE = 512  # so that headers are little beside it
 
@@ -44,16 +44,6 @@ def train(engine: infinity.Engine, steps: int = 1) -> None:
     for _ in range(steps):
         engine.backward(engine(torch.randn(4, WIDE, generator=generator)).square().mean())
         engine.step()
-
-
-def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
-    return dict(engine.named_parameters())
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name
 
 
 # How much each rank does #
@@ -125,7 +115,7 @@ def test_machines_that_share_no_directory_save_and_load_their_own_files(tmp_path
     assert (first / "tag" / "manifest.json").read_bytes() == (second / "tag" / "manifest.json").read_bytes()
     for message, loaded in run_ranks(3, load_own, [str(first), str(first), str(second)], path=tmp_path / "b"):
         assert message is None
-        assert_same(loaded, saved[0])
+        assert_same_weights(loaded, saved[0])
     for message, _ in run_ranks(3, load_own, [str(second), str(first), str(first)], path=tmp_path / "c"):
         assert message is not None
         assert "-rank-00000.safetensors cannot be read: No such file or directory. Rank 0 of the run that" in message
@@ -134,11 +124,11 @@ def test_machines_that_share_no_directory_save_and_load_their_own_files(tmp_path
             engine.load_checkpoint(first)
         shutil.copytree(second / "tag", first / "tag", dirs_exist_ok=True)
         engine.load_checkpoint(first)
-        assert_same(weights(engine), saved[0])
+        assert_same_weights(weights(engine), saved[0])
         convert(first, tmp_path / "whole")
         assert len(list((tmp_path / "whole" / "tag").glob("unit-*"))) == 4
         engine.load_checkpoint(tmp_path / "whole")
-        assert_same(weights(engine), saved[0])
+        assert_same_weights(weights(engine), saved[0])
 
 
 def leaders(directories: list[str]) -> list[int]:
@@ -185,7 +175,7 @@ def test_a_rank_that_is_killed_in_a_save_is_named_and_the_old_checkpoint_stays(v
     with engine_of(seed=5) as engine:
         engine.load_checkpoint(directory)
         assert engine.global_steps == 0
-        assert_same(weights(engine), dict(wide(0).state_dict()))
+        assert_same_weights(weights(engine), dict(wide(0).state_dict()))
         engine.save_checkpoint(directory, tag="next")
     assert sorted(path.name for path in directory.iterdir()) == ["latest", "next", "tag"]
 
@@ -252,7 +242,7 @@ def test_ranks_read_their_own_parts_of_the_weights(tmp_path) -> None:
     for sent, read, found in run_ranks(2, _load_on_rank, base, base, path=meetings[1]):
         assert sent < 100  # a buffer
         assert read < 0.6 * whole + 200_000  # and a sample of each tensor, by which they are compared
-        assert_same(found, expected)
+        assert_same_weights(found, expected)
     for sent, _, found in run_ranks(2, _load_on_rank, base, other, path=meetings[2]):
         assert sent > 100_000
-        assert_same(found, expected)
+        assert_same_weights(found, expected)

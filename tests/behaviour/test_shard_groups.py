@@ -29,6 +29,7 @@ from tests.behaviour.reference import (
     Placement,
     Recipe,
     Result,
+    assert_same_weights,
     batches,
     loss_of,
     tiny_gpt2,
@@ -326,12 +327,6 @@ def begin(size: int | None) -> infinity.Engine:
     return infinity.initialize(model=ARCHITECTURES["llama"](seed=dist.get_rank()), config=shared_by(size).config())[0]
 
 
-def same(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert weights.keys() == expected.keys()
-    for name, values in weights.items():
-        assert torch.equal(values, expected[name]), name
-
-
 def save_in_groups(path: Path) -> tuple[Any, Any]:
     """Weights when two groups have saved, and after as many steps again; others load and save meanwhile."""
     data = batches(2 * STEPS * RANKS)[dist.get_rank() :: RANKS]
@@ -346,7 +341,7 @@ def save_in_groups(path: Path) -> tuple[Any, Any]:
     for there, size, here in (("2x2", 4, "1x4"), ("meanwhile", 1, "4x1")):
         with begin(size) as engine:
             assert engine.load_checkpoint(path / there)[0] is not None
-            same(dict(engine.named_parameters()), saved)
+            assert_same_weights(dict(engine.named_parameters()), saved)
             engine.save_checkpoint(path / here)
     return saved, after
 
@@ -370,13 +365,13 @@ def test_a_checkpoint_of_groups_loads_however_ranks_share(tmp_path) -> None:
     with infinity.initialize(model=model, config=shared_by(None).config())[0] as engine:
         for name in ("1x4", "4x1"):
             assert engine.load_checkpoint(kept / name)[0] is not None
-            same(dict(engine.named_parameters()), saved[0][0])
+            assert_same_weights(dict(engine.named_parameters()), saved[0][0])
         engine.save_checkpoint(kept / "alone")
     for (loaded, after), (at_save, on) in zip(
         run_ranks(RANKS, go_on_in_groups, kept, path=tmp_path / "b"), saved, strict=True
     ):
-        same(loaded, at_save)
-        same(after, on)
+        assert_same_weights(loaded, at_save)
+        assert_same_weights(after, on)
     files = Counter(file.name for file in (kept / "2x2").rglob("unit-*"))
     assert set(files.values()) == {1}, "one of the replicas writes a shard"
     assert {name[-len("00000.safetensors") :] for name in files} == {"00000.safetensors", "00001.safetensors"}
@@ -405,7 +400,7 @@ def keep_and_go_on(whole: Path, kept: Path) -> str:
     after = keep(kept, 2, 2 * STEPS)
     assert (expected[0], before[0], after[0]) == (0, 0, STEPS)
     assert before[1] + after[1] == expected[1]
-    same(after[2], expected[2])
+    assert_same_weights(after[2], expected[2])
     return str(refused.value)
 
 
@@ -437,10 +432,7 @@ class CountedGroups(CountedRanks):
 
 
 def sends_of_a_step(ranks: CountedGroups, stage: int, size: int, accumulation: int = 1) -> list[UnitLayout]:
-    config = grouped(size, "bf16", clipping=1.0, accumulation=accumulation).config(Placement())
-    config["zero_optimization"]["stage"] = stage
-    if stage < 3:
-        del config["zero_optimization"]["offload_param"]
+    config = grouped(size, "bf16", clipping=1.0, accumulation=accumulation).config(Placement(), stage)
     with infinity.initialize(model=tiny_gpt2(), config=config)[0] as engine:
         units = list(engine._runtime.partition.units)
         train_on(engine, batches(2 * accumulation))

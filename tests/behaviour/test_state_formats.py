@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 
 import infinity
-from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, tiny_llama, train
-from tests.behaviour.test_parity import STEPS, assert_same_bits, in_memory
+from tests.behaviour.reference import (
+    Placement,
+    Recipe,
+    assert_same_bits,
+    batches,
+    tiny_llama,
+    train,
+    train_on,
+    trained_on,
+)
+from tests.behaviour.test_parity import STEPS, in_memory
 
 BYTES = {"bf16": 6, "int8": 4 + 8 / 256}
 
@@ -35,24 +44,14 @@ def test_placements_and_tiles_agree_and_the_loss_follows_the_exact_one(state_for
 @pytest.mark.parametrize("state_format", BYTES)
 def test_resuming_continues_bit_for_bit(state_format, tmp_path) -> None:
     data = batches(10)
-
-    def run(engine: infinity.Engine, part: list) -> Result:
-        losses = []
-        for ids in part:
-            loss = loss_of(engine, ids)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return Result(losses, dict(engine.named_parameters()))
-
     config = recipe(state_format).config(Placement())
     with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
-        run(engine, data[:5])
+        train_on(engine, data[:5])
         engine.save_checkpoint(tmp_path)
-        uninterrupted = run(engine, data[5:])
+        uninterrupted = trained_on(engine, data[5:])
     with infinity.initialize(model=tiny_llama(5), config=config)[0] as engine:
         engine.load_checkpoint(tmp_path)
-        assert_same_bits(run(engine, data[5:]), uninterrupted)
+        assert_same_bits(trained_on(engine, data[5:]), uninterrupted)
 
 
 def test_a_checkpoint_of_one_format_loads_into_another(tmp_path) -> None:

@@ -16,8 +16,16 @@ from infinity.telemetry import Lane, Timeline, Times
 from infinity.telemetry.timeline_summary import Ran, read_timeline, step_windows, sum_up
 from infinity.tiers import Link, SameMemory
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, tiny_llama, train_on
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import (
+    Placement,
+    Recipe,
+    Result,
+    assert_same_bits,
+    batches,
+    loss_of,
+    tiny_llama,
+    trained_on,
+)
 from tests.behaviour.test_stalls import least_memory
 
 STEPS = 4
@@ -115,7 +123,7 @@ def test_training_is_the_same_with_a_timeline(schedule, tmp_path) -> None:
     def trained(**tiering: object) -> Result:
         config = on_nvme(tmp_path, schedule, **tiering)
         with infinity.initialize(model=tiny_llama(), config=config, device="cpu")[0] as engine:
-            return Result(train_on(engine, batches(STEPS)), dict(engine.named_parameters()))
+            return trained_on(engine, batches(STEPS))
 
     assert_same_bits(trained(timeline=str(tmp_path / "trace.json"), timeline_steps=2), trained())
     assert set(step_windows(read_timeline(tmp_path / "trace.json"))) == {1, 2}

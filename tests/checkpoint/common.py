@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 import infinity
-from tests.behaviour.reference import Placement, Recipe, loss_of, tiny_gpt2
+from tests.behaviour.reference import Placement, Recipe, tiny_gpt2
 
 RECIPE = Recipe("bf16", clipping=0.5)
 
@@ -18,13 +18,3 @@ def make_engine(
     config = recipe.config(placement)
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 8}}
     return infinity.initialize(model=build(seed), config=config)[0]
-
-
-def run(engine: infinity.Engine, data: list[torch.Tensor]) -> list[float]:
-    losses = []
-    for ids in data:
-        loss = loss_of(engine, ids)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses

@@ -17,8 +17,8 @@ from infinity.checkpoint.inspection import verify
 from infinity.checkpoint.stored import StoredReader
 from tests import prepared
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import Placement, Recipe, batches
-from tests.checkpoint.common import make_engine, run
+from tests.behaviour.reference import Placement, Recipe, batches, train_on
+from tests.checkpoint.common import make_engine
 from tests.checkpoint.test_convert import build
 
 TILED = Placement(tile_size="64KiB")
@@ -57,25 +57,25 @@ def test_it_is_the_state_of_its_moment(home, schedule, tmp_path) -> None:
     placement = Placement(home, home, tmp_path, tile_size="64KiB", schedule=schedule)
     recipe = Recipe("bf16", clipping=0.0 if schedule == "backward" else 0.5)
     with make_engine(placement, recipe, build=build) as engine:
-        run(engine, batches(2))
+        train_on(engine, batches(2))
         both(engine, tmp_path)
-        run(engine, batches(1, seed=4))
+        train_on(engine, batches(1, seed=4))
         assert latest_tag(tmp_path / "later") is None
-        run(engine, batches(1, seed=5))
+        train_on(engine, batches(1, seed=5))
         assert latest_tag(tmp_path / "later") == "same"
-        after = run(engine, batches(2, seed=6))
+        after = train_on(engine, batches(2, seed=6))
     assert_same(tmp_path / "later" / "same", tmp_path / "waited" / "same")
     with make_engine(placement, recipe, build=build) as engine:
-        run(engine, [*batches(2), *batches(1, seed=4), *batches(1, seed=5)])
-        assert run(engine, batches(2, seed=6)) == after
+        train_on(engine, [*batches(2), *batches(1, seed=4), *batches(1, seed=5)])
+        assert train_on(engine, batches(2, seed=6)) == after
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_every_precision(precision, tmp_path) -> None:
     with make_engine(TILED, Recipe(precision), build=build) as engine:
-        run(engine, batches(2))
+        train_on(engine, batches(2))
         both(engine, tmp_path)
-        run(engine, batches(2, seed=4))
+        train_on(engine, batches(2, seed=4))
     assert_same(tmp_path / "later" / "same", tmp_path / "waited" / "same")
 
 
@@ -105,9 +105,9 @@ def _close(engine: infinity.Engine, path: Path) -> None:
 @pytest.mark.parametrize("steps", [0, 1])
 def test_what_comes_next_waits_for_it(call: Callable[..., None], steps, tmp_path) -> None:
     with make_engine(TILED, build=build) as engine:
-        run(engine, batches(2))
+        train_on(engine, batches(2))
         both(engine, tmp_path)
-        run(engine, batches(steps, seed=4))
+        train_on(engine, batches(steps, seed=4))
         call(engine, tmp_path)
         assert latest_tag(tmp_path / "later") == "same"
         assert_same(tmp_path / "later" / "same", tmp_path / "waited" / "same")
@@ -115,7 +115,7 @@ def test_what_comes_next_waits_for_it(call: Callable[..., None], steps, tmp_path
 
 def test_steps_that_are_skipped_change_nothing(tmp_path) -> None:
     with make_engine(TILED, Recipe("fp16"), build=build) as engine:
-        run(engine, batches(2))
+        train_on(engine, batches(2))
         both(engine, tmp_path)
         for ids in batches(2, seed=4):
             engine.backward(engine(input_ids=ids, labels=ids).loss * float("inf"))
@@ -128,28 +128,28 @@ def test_steps_that_are_skipped_change_nothing(tmp_path) -> None:
 
 def test_parameters_that_are_written_by_hand_meanwhile_are_noticed(tmp_path) -> None:
     with make_engine(Placement(), Recipe(extra={"zero_optimization": {"stage": 1}})) as engine:
-        run(engine, batches(1))
+        train_on(engine, batches(1))
         engine.save_checkpoint(tmp_path, blocking=False)
         with torch.no_grad():
             next(iter(engine.module.parameters())).mul_(0.5)
-        run(engine, batches(1))
+        train_on(engine, batches(1))
         with pytest.raises(infinity.CheckpointError, match=r"step 1 .* is not saved: .* written by the training loop"):
             engine.wait_checkpoint()
         assert not (tmp_path / "global_step1").exists()
         engine.save_checkpoint(tmp_path)
-        run(engine, batches(1))
+        train_on(engine, batches(1))
 
 
 @pytest.mark.parametrize("call", [_wait, _close])
 def test_an_error_of_writing_is_raised_at_the_next_call(call, tmp_path, monkeypatch) -> None:
     with make_engine(TILED) as engine:
-        run(engine, batches(1))
+        train_on(engine, batches(1))
         engine.save_checkpoint(tmp_path, "before")
         engine.save_checkpoint(tmp_path, "lost", blocking=False)
 
         with monkeypatch.context() as broken:
             broken.setattr(OutputFile, "write", _full)
-            run(engine, batches(1))
+            train_on(engine, batches(1))
             engine.synchronize()
         with pytest.raises(infinity.StorageError, match=r"step 1 .* is not saved: .*free some space"):
             call(engine, tmp_path)
@@ -158,7 +158,7 @@ def test_an_error_of_writing_is_raised_at_the_next_call(call, tmp_path, monkeypa
             "latest",
         ]
         if call is _wait:
-            run(engine, batches(1))
+            train_on(engine, batches(1))
             engine.save_checkpoint(tmp_path, "after")
 
 
@@ -166,13 +166,13 @@ def test_an_error_of_writing_is_raised_at_the_next_call(call, tmp_path, monkeypa
 def test_a_save_that_fails_under_step_leaves_the_loop_alone(call, tmp_path, monkeypatch, caplog) -> None:
     """A loop that runs a step again when `step()` raises would train its batch twice."""
     with make_engine(TILED) as engine:
-        losses = run(engine, batches(4))
+        losses = train_on(engine, batches(4))
     with make_engine(TILED) as engine:
-        found = run(engine, batches(4)[:1])
+        found = train_on(engine, batches(4)[:1])
         engine.save_checkpoint(tmp_path, "lost", blocking=False)
         with monkeypatch.context() as broken:
             broken.setattr(OutputFile, "write", _full)
-            found += run(engine, batches(4)[1:])
+            found += train_on(engine, batches(4)[1:])
         assert (found, engine.global_steps) == (losses, 4)
         assert "step 1" in caplog.text
         assert "is not saved" in caplog.text
@@ -185,7 +185,7 @@ def test_a_save_that_fails_under_step_leaves_the_loop_alone(call, tmp_path, monk
 
 def test_an_engine_that_nobody_closes_leaves_nothing_half(tmp_path, caplog) -> None:
     engine = make_engine(TILED)
-    run(engine, batches(1))
+    train_on(engine, batches(1))
     engine.save_checkpoint(tmp_path, blocking=False)
     del engine
     assert "is not saved: the engine was closed before it was finished" in caplog.text
@@ -195,12 +195,13 @@ def test_an_engine_that_nobody_closes_leaves_nothing_half(tmp_path, caplog) -> N
 _PROCESS = """
 import sys
 from tests.behaviour.reference import Placement, batches
-from tests.checkpoint.common import make_engine, run
+from tests.behaviour.reference import train_on
+from tests.checkpoint.common import make_engine
 
 engine = make_engine(Placement())
-run(engine, batches(2))
+train_on(engine, batches(2))
 engine.save_checkpoint(sys.argv[1], blocking=False)
-run(engine, batches(1))
+train_on(engine, batches(1))
 raise ValueError("an end")
 """
 
@@ -215,19 +216,19 @@ def save_on_ranks(path: str) -> str:
     """Save twice, the second time where the drive of one rank is full; what that rank says."""
     later = Path(path) / "later"
     with make_engine(TILED, build=build) as engine:
-        run(engine, batches(2))
+        train_on(engine, batches(2))
         both(engine, Path(path))
-        run(engine, batches(2, seed=4))
+        train_on(engine, batches(2, seed=4))
         assert latest_tag(later) == "same"
         engine.save_checkpoint(later, "lost", blocking=False)
         with pytest.MonkeyPatch.context() as broken:
             if dist.get_rank() == 1:
                 broken.setattr(OutputFile, "write", _full)
-            run(engine, batches(1))
+            train_on(engine, batches(1))
             engine.synchronize()
         with pytest.raises(infinity.InfinityError, match=r"step 4 .* is not saved") as raised:
             engine.wait_checkpoint()
-        run(engine, batches(1))
+        train_on(engine, batches(1))
         return str(raised.value)
 
 

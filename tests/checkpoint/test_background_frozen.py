@@ -15,7 +15,7 @@ from infinity.integrations import pretrained_model
 from infinity.tiers import SameMemory
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, tiny_llama, train_on
-from tests.checkpoint.common import make_engine, run
+from tests.checkpoint.common import make_engine
 from tests.checkpoint.test_background import assert_same, both
 from tests.checkpoint.test_convert import build
 
@@ -77,13 +77,13 @@ def test_training_does_not_wait_for_what_is_frozen(tmp_path, monkeypatch) -> Non
     with make_engine(Placement("nvme", "nvme", tmp_path), build=build) as engine:
         engine.save_checkpoint(tmp_path / "waited", "same")
         path = engine.save_checkpoint(tmp_path / "later", "same", blocking=False)
-        run(engine, batches(4))
+        train_on(engine, batches(4))
         assert engine.saving == path
         assert latest_tag(tmp_path / "later") is None
         slow.go.set()
         shards = engine._session._background._snapshot._frozen
         shards._written.result(60)
-        run(engine, batches(1, seed=5))
+        train_on(engine, batches(1, seed=5))
         assert engine.saving is None
         assert latest_tag(tmp_path / "later") == "same"
     assert_same(tmp_path / "later" / "same", tmp_path / "waited" / "same")
@@ -96,12 +96,12 @@ def on_ranks(path: str) -> None:
         engine.save_checkpoint(directory / "waited", "same")
         slow = Slow(patch) if engine.global_rank == 1 else None
         engine.save_checkpoint(directory / "later", "same", blocking=False)
-        run(engine, batches(3))
+        train_on(engine, batches(3))
         assert latest_tag(directory / "later") is None
         if slow is not None:
             slow.go.set()
             engine._session._background._snapshot._frozen._written.result(60)
-        run(engine, batches(1, seed=5))
+        train_on(engine, batches(1, seed=5))
         assert engine.saving is None
 
 

@@ -10,8 +10,8 @@ from safetensors import safe_open
 
 import infinity
 from infinity.checkpoint import latest_tag, save
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
-from tests.checkpoint.common import make_engine, run
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama, train_on
+from tests.checkpoint.common import make_engine
 
 PLACEMENTS = [pytest.param(("none", "none"), id="memory"), pytest.param(("nvme", "nvme"), id="nvme")]
 
@@ -25,16 +25,16 @@ def test_resuming_continues_bit_for_bit(saved_in, resumed_in, precision, tmp_pat
     swap = tmp_path / "swap"
     swap.mkdir()
     with make_engine(Placement(*saved_in, swap), recipe) as engine:
-        run(engine, data[:6])
+        train_on(engine, data[:6])
         engine.save_checkpoint(tmp_path / "saved", client_state={"epoch": 3})
-        uninterrupted = run(engine, data[6:])
+        uninterrupted = train_on(engine, data[6:])
     # another seed: every value must come from the checkpoint
     with make_engine(Placement(*resumed_in, swap, tile_size="64KiB"), recipe, seed=5) as engine:
         path, client_state = engine.load_checkpoint(tmp_path / "saved")
         assert path == tmp_path / "saved" / "global_step6"
         assert client_state == {"epoch": 3}
         assert engine.global_steps == 6
-        assert run(engine, data[6:]) == uninterrupted
+        assert train_on(engine, data[6:]) == uninterrupted
 
 
 def test_frozen_parameters_are_saved(tmp_path) -> None:
@@ -54,7 +54,7 @@ def test_frozen_parameters_are_saved(tmp_path) -> None:
 
 def test_any_tool_can_open_the_tensors(tmp_path) -> None:
     with make_engine(Placement()) as engine:
-        run(engine, batches(2))
+        train_on(engine, batches(2))
         path = engine.save_checkpoint(tmp_path, tag="two")
         weights = dict(engine.named_parameters())
     seen = set()
@@ -80,7 +80,7 @@ def test_an_empty_directory_has_no_checkpoint(tmp_path) -> None:
 def test_the_last_saved_one_is_loaded_and_an_older_one_by_its_tag(tmp_path) -> None:
     with make_engine(Placement()) as engine:
         engine.save_checkpoint(tmp_path)
-        run(engine, batches(2))
+        train_on(engine, batches(2))
         engine.save_checkpoint(tmp_path)
         assert latest_tag(tmp_path) == "global_step2"
         engine.load_checkpoint(tmp_path, tag="global_step0")
@@ -110,13 +110,13 @@ def llama_with_frozen_embeddings(seed: int) -> torch.nn.Module:
 def test_weights_alone_start_a_new_run(saved_as, loaded_as, placement, tmp_path) -> None:
     """The run that follows is the one of a model that has these weights from the start."""
     with make_engine(Placement(), build=saved_as) as engine:
-        run(engine, batches(5))
+        train_on(engine, batches(5))
         engine.save_checkpoint(tmp_path / "saved")
         weights = {name: value.float() for name, value in engine.named_parameters()}
     swap = tmp_path / "swap"
     swap.mkdir()
     with make_engine(Placement(*placement, swap), seed=5, build=loaded_as) as engine:
-        run(engine, batches(2))  # leaves moments, which must go
+        train_on(engine, batches(2))  # leaves moments, which must go
         before = (engine.global_steps, engine.get_lr())
         engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
         assert (engine.global_steps, engine.get_lr()) == before
@@ -142,16 +142,16 @@ def test_other_trainability_is_refused_unless_weights_are_taken_alone(tmp_path) 
 def test_optimizer_and_schedule_may_start_afresh(tmp_path) -> None:
     data = batches(9)
     with make_engine(Placement()) as engine:
-        run(engine, data[:4])
+        train_on(engine, data[:4])
         engine.save_checkpoint(tmp_path)
-        with_all = run(engine, data[4:])
+        with_all = train_on(engine, data[4:])
         lr = engine.get_lr()
     losses = {}
     for kept in ("optimizer", "lr_scheduler"):
         with make_engine(Placement(), seed=5) as engine:
             engine.load_checkpoint(tmp_path, **{f"load_{kept}_states": False})
             assert engine.global_steps == 4
-            losses[kept] = run(engine, data[4:])
+            losses[kept] = train_on(engine, data[4:])
             assert (engine.get_lr() == lr) == (kept == "optimizer")
         assert losses[kept][0] == with_all[0]
         assert losses[kept][1:] != with_all[1:]
@@ -168,13 +168,13 @@ def test_a_checkpoint_may_be_left_out_of_what_is_loaded_by_default(tmp_path) -> 
 @pytest.mark.parametrize(("saved_with", "loaded_with"), [(1, 2), (2, 3), (3, 1)])
 def test_another_number_of_micro_batches_starts_at_a_whole_step(saved_with, loaded_with, tmp_path) -> None:
     with make_engine(Placement(), Recipe(accumulation=saved_with)) as engine:
-        run(engine, batches(saved_with))
+        train_on(engine, batches(saved_with))
         engine.save_checkpoint(tmp_path)
     with make_engine(Placement(), Recipe(accumulation=loaded_with)) as engine:
         engine.load_checkpoint(tmp_path)
-        run(engine, batches(loaded_with - 1))
+        train_on(engine, batches(loaded_with - 1))
         assert engine.global_steps == 1
-        run(engine, batches(1))
+        train_on(engine, batches(1))
         assert engine.global_steps == 2
         engine.save_checkpoint(tmp_path)
 

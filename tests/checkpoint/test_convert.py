@@ -19,8 +19,8 @@ from infinity.checkpoint.format import read_manifest
 from infinity.checkpoint.stored import StoredReader
 from infinity.cli.main import main
 from infinity.optim.formats import FORMATS, state_layout
-from tests.behaviour.reference import Placement, Recipe, batches, tiny_llama
-from tests.checkpoint.common import make_engine, run
+from tests.behaviour.reference import Placement, Recipe, batches, tiny_llama, train_on
+from tests.checkpoint.common import make_engine
 
 ENGINE_FORMATS = {"fp32": "fp32", "split": "bf16", "bf16": "bf16", "int8": "bf16"}  # format: precision
 # Largest error of a moment, relative to itself and to the largest of its block, of the format that loses more.
@@ -53,7 +53,7 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     for name in ENGINE_FORMATS:
         directories[name] = tmp_path_factory.mktemp(name)
         with make_engine(Placement(), recipe(name), build=build) as engine:
-            run(engine, batches(4))
+            train_on(engine, batches(4))
             engine.save_checkpoint(directories[name], client_state={"format": name})
     return directories
 
@@ -111,7 +111,7 @@ def test_an_engine_loads_every_format_as_if_it_had_been_converted(source, target
             _, client_state = engine.load_checkpoint(directory)
             assert client_state == {"format": source}
             engine.save_checkpoint(tmp_path / f"again{len(losses)}")
-            losses.append(run(engine, batches(3, seed=2)))
+            losses.append(train_on(engine, batches(3, seed=2)))
     assert losses[0] == losses[1]
     direct, converted = values(tmp_path / "again0"), values(tmp_path / "again1")
     for key, value in direct.items():
@@ -122,11 +122,11 @@ def test_an_engine_loads_every_format_as_if_it_had_been_converted(source, target
 @pytest.mark.parametrize("name", ENGINE_FORMATS)
 def test_resuming_in_one_format_is_bit_for_bit(name, saved, tmp_path) -> None:
     with make_engine(Placement(), recipe(name), build=build) as engine:
-        run(engine, batches(4))
-        uninterrupted = run(engine, batches(4, seed=2))
+        train_on(engine, batches(4))
+        uninterrupted = train_on(engine, batches(4, seed=2))
     with make_engine(Placement(), recipe(name), seed=5, build=build) as engine:
         engine.load_checkpoint(saved[name])
-        assert run(engine, batches(4, seed=2)) == uninterrupted
+        assert train_on(engine, batches(4, seed=2)) == uninterrupted
 
 
 def test_pieces_change_no_bit(saved, tmp_path, monkeypatch) -> None:

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import infinity
-from tests.behaviour.reference import Placement, batches, tiny_llama
-from tests.checkpoint.common import make_engine, run
+from tests.behaviour.reference import Placement, batches, tiny_llama, train_on
+from tests.checkpoint.common import make_engine
 
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
     with make_engine(Placement()) as engine:
-        run(engine, batches(1))
+        train_on(engine, batches(1))
         return engine.save_checkpoint(tmp_path, tag="good")
 
 

@@ -19,8 +19,8 @@ import infinity
 from infinity.checkpoint.dcp import _Plain, _tile, export_dcp, import_dcp
 from infinity.cli.main import main
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
-from tests.checkpoint.common import make_engine, run
+from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2, train_on
+from tests.checkpoint.common import make_engine
 from tests.checkpoint.test_convert import build
 from tests.checkpoint.test_reshard import stored
 
@@ -29,7 +29,7 @@ from tests.checkpoint.test_reshard import stored
 def saved(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
     with make_engine(Placement(), build=build) as engine:
-        run(engine, batches(3))
+        train_on(engine, batches(3))
         engine.save_checkpoint(directory, client_state={"epoch": 2})
     return directory
 
@@ -44,7 +44,7 @@ def test_there_and_back_is_the_same(saved, tmp_path, capsys) -> None:
     for directory in (saved, tmp_path / "back"):
         with make_engine(Placement(), seed=5, build=build) as engine:
             assert engine.load_checkpoint(directory)[1] == {"epoch": 2}
-            losses.append(run(engine, batches(2, seed=3)))
+            losses.append(train_on(engine, batches(2, seed=3)))
     assert losses[0] == losses[1]
 
 
@@ -105,7 +105,7 @@ def test_training_goes_on_that_torch_has_begun(tmp_path) -> None:
         with pytest.raises(infinity.CheckpointError, match="`infinity checkpoint import` makes it one"):
             engine.load_checkpoint(tmp_path, tag="step_3")
         engine.load_checkpoint(tmp_path / "new")
-        assert run(engine, batches(6)[3:]) == pytest.approx(there[3:], rel=1e-5)
+        assert train_on(engine, batches(6)[3:]) == pytest.approx(there[3:], rel=1e-5)
 
 
 class _Trap:

@@ -11,8 +11,8 @@ import torch
 import infinity
 from infinity.checkpoint.runs import LOCK
 from tests import prepared
-from tests.behaviour.reference import Placement, batches
-from tests.checkpoint.common import make_engine, run
+from tests.behaviour.reference import Placement, batches, train_on
+from tests.checkpoint.common import make_engine
 
 ROOT = Path(__file__).parents[2]
 EVENTS = range(1, 40, 3)
@@ -32,7 +32,8 @@ from pathlib import Path
 import torch
 
 from tests.behaviour.reference import Placement, batches
-from tests.checkpoint.common import make_engine, run
+from tests.behaviour.reference import train_on
+from tests.checkpoint.common import make_engine
 
 torch.set_num_threads(1)
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "shutil.rmtree")
@@ -55,9 +56,9 @@ for text in sys.argv[2:]:
     fatal = int(text)
     directory = Path(sys.argv[1]) / text
     with make_engine(Placement()) as engine:
-        run(engine, batches(1))
+        train_on(engine, batches(1))
         engine.save_checkpoint(directory, tag="tag")
-        run(engine, batches(1))
+        train_on(engine, batches(1))
         armed = True
         engine.save_checkpoint(directory, tag="tag")
         armed = False
@@ -67,7 +68,7 @@ for text in sys.argv[2:]:
     weights = {}
     with make_engine(Placement()) as engine:
         for step in (1, 2):
-            run(engine, batches(1))
+            train_on(engine, batches(1))
             weights[step] = dict(engine.named_parameters())
     found = []
     with make_engine(Placement(), seed=5) as engine:
@@ -85,15 +86,15 @@ for text in sys.argv[2:]:
 
 def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(small_disk) -> None:
     with make_engine(Placement()) as engine:
-        run(engine, batches(1))
+        train_on(engine, batches(1))
         engine.save_checkpoint(small_disk)
         weights = dict(engine.named_parameters())
-        run(engine, batches(1))
+        train_on(engine, batches(1))
         with pytest.raises(infinity.StorageError, match=r"cannot be written: No space left.*free some space") as full:
             engine.save_checkpoint(small_disk)
         assert full.value.errno == errno.ENOSPC
         assert names(small_disk) == ["global_step1", "latest"]
-        run(engine, batches(1))  # training goes on
+        train_on(engine, batches(1))  # training goes on
         engine.load_checkpoint(small_disk)
         assert engine.global_steps == 1
         for name, value in engine.named_parameters():

@@ -16,8 +16,8 @@ from infinity.checkpoint.stored import StoredReader, StoredTensor
 from infinity.checkpoint.tensors import read_header
 from infinity.zero.partition import ParamInfo, ParamPart
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import Placement, Recipe, batches
-from tests.checkpoint.common import make_engine, run
+from tests.behaviour.reference import Placement, Recipe, batches, train_on
+from tests.checkpoint.common import make_engine
 from tests.checkpoint.test_convert import build
 
 
@@ -26,7 +26,7 @@ def save(path: str, state_format: str, load: str | None = None) -> None:
     recipe = Recipe("bf16", clipping=0.5, extra={"tiering": {"tile_size": "64KiB", "state_format": state_format}})
     with make_engine(Placement(), recipe, build=build) as engine:
         if load is None:
-            run(engine, batches(3))
+            train_on(engine, batches(3))
         else:
             engine.load_checkpoint(load)
         engine.save_checkpoint(path)

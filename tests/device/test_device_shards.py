@@ -25,7 +25,7 @@ from infinity.integrations.deepspeed.values import (
 from infinity.tiers import AcceleratorLink, Params, grads
 from infinity.tiers.unit_params import UnitParams
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, named_budget
+from tests.behaviour.reference import Placement, Recipe, assert_same_weights, batches, loss_of, named_budget
 from tests.device import simdev, target
 from tests.device.staged_group import staged_group
 from tests.device.training import SPEEDS, tiny
@@ -115,17 +115,11 @@ def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
     return {name: param.detach().cpu() for name, param in engine.named_parameters()}
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, values in ours.items():
-        assert torch.equal(values, theirs[name]), name
-
-
 def compared(script: Run, path: Path, speed: str = "slow_kernels", ranks: int = 2) -> None:
     """Check that a script gives the same on devices as on the CPU. Its argument is the devices' group, or None."""
     for losses, ours, expected, theirs, races in on_two_ranks(_both, script, speed, path=path, ranks=ranks):
         assert losses == expected
-        assert_same(ours, theirs)
+        assert_same_weights(ours, theirs)
         assert races == 0
 
 
@@ -175,7 +169,7 @@ def compare_all(precision: str, speeds: list[str]) -> None:
             with simdev.configured(**SPEEDS[speed]):
                 losses, ours = train(group, recipe, freezes)
             assert losses == expected
-            assert_same(ours, theirs)
+            assert_same_weights(ours, theirs)
             assert simdev.counts()["races"] == 0
 
 
@@ -261,7 +255,8 @@ def train_with_api_calls(group: dist.ProcessGroup | None, ratio: float) -> tuple
         engine.step()
         losses.append(safe_get_full_fp32_param(block.attn.c_attn.weight).double().sum().item())
         losses.append(step(engine, data[3]))
-        assert_same({name: values.cpu() for name, values in model.state_dict().items()}, weights(engine) | head(model))
+        values = {name: value.cpu() for name, value in model.state_dict().items()}
+        assert_same_weights(values, weights(engine) | head(model))
         return losses, weights(engine)
 
 
@@ -284,7 +279,7 @@ def overflowing(group: dist.ProcessGroup | None) -> tuple[list[float], dict[str,
         for ids in mine(8):
             losses.append(step(engine, ids))
             if engine.skipped_steps > skipped:
-                assert_same(weights(engine), before)
+                assert_same_weights(weights(engine), before)
             skipped, before = engine.skipped_steps, weights(engine)
         assert 0 < skipped < 8
         return losses, before
@@ -330,7 +325,7 @@ def test_a_checkpoint_moves_between_device_and_cpu(saved, loaded, background, tm
     after = on_two_ranks(load, tmp_path / "saved", loaded, path=tmp_path / "b")
     for (losses, ours), (rest, theirs) in zip(before, after, strict=True):
         assert losses[2:] == rest
-        assert_same(ours, theirs)
+        assert_same_weights(ours, theirs)
 
 
 def values_of(directory: Path, resaved: Path) -> dict[str, torch.Tensor]:
@@ -354,8 +349,8 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_back(tmp_path) -> None:
     on_two_ranks(save, tmp_path / "two", True, False, path=tmp_path / "a")
     here = alone(tmp_path / "two", tmp_path / "one")
     for values in on_two_ranks(values_of, tmp_path / "one", tmp_path / "again", path=tmp_path / "b"):
-        assert_same(values, here)
-    assert_same(alone(tmp_path / "again", tmp_path / "last"), here)
+        assert_same_weights(values, here)
+    assert_same_weights(alone(tmp_path / "again", tmp_path / "last"), here)
 
 
 # Interrupts and ends #

@@ -20,8 +20,7 @@ from infinity.zero.filling import Filling
 from infinity.zero.foresight import Foresight
 from infinity.zero.speculation import Speculation
 from infinity.zero.unit import Unit
-from tests.behaviour.reference import Placement, Recipe, Result, batches
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import Placement, Recipe, Result, assert_same_bits, batches
 from tests.behaviour.test_speculation import SOMETIMES, middle_norm
 from tests.device import simdev, target
 from tests.device.training import SPEEDS, engine_on, on_cpu, on_cpu_like, tiny, train_over

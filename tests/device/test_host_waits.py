@@ -8,8 +8,7 @@ import torch
 import infinity
 from infinity.tiers import Params
 from infinity.tiers.unit_params import UnitParams
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import Placement, Recipe, assert_same_bits, batches, loss_of, tiny_gpt2
 from tests.device import target
 from tests.device.training import engine_on, on_cpu_like, tiny, train_here
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import Placement, Recipe
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import Placement, Recipe, assert_same_bits
 from tests.device import mutants, target
 from tests.device.training import CRAWL, SPEEDS, on_cpu_like
 

@@ -10,8 +10,7 @@ import pytest
 import infinity
 from infinity.tiers import unit_params
 from infinity.tiers.unit_params import UnitParams
-from tests.behaviour.reference import Placement, Recipe, batches
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import Placement, Recipe, assert_same_bits, batches
 from tests.device import target
 from tests.device.training import SPEEDS, STEPS, engine_on, on_cpu_like, tiny, train_here, train_over
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 import infinity
 from infinity.tiers import grads
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import Placement, Recipe, Result, assert_same_bits, batches, loss_of
 from tests.behaviour.test_ranks import Case
 from tests.device import simdev, target
 from tests.device.staged_group import staged_group

@@ -10,8 +10,7 @@ import torch
 
 import infinity
 from infinity import ConfigError
-from tests.behaviour.reference import Placement, Recipe, Result, batches
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import Placement, Recipe, Result, assert_same_bits, batches
 from tests.device import target
 from tests.device.training import SPEEDS, STEPS, on_cpu_like, tiny, train_here, train_over
 

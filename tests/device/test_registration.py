@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infinity import CapacityError
 from infinity.memory import Arena, pinning
 from infinity.memory import arena as arena_module
-from tests.behaviour.reference import Placement, Recipe
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import Placement, Recipe, assert_same_bits
 from tests.device import target
 from tests.device.training import STEPS, on_cpu_like, train_on_device
 

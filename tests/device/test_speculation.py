@@ -14,8 +14,7 @@ from infinity.zero import filling
 from infinity.zero.foresight import Foresight
 from infinity.zero.speculation import Speculation
 from infinity.zero.unit import Unit
-from tests.behaviour.reference import Placement, Recipe, named_budget
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import Placement, Recipe, assert_same_bits, named_budget
 from tests.behaviour.test_speculation import SOMETIMES, middle_norm
 from tests.device import target
 from tests.device.training import SPEEDS, engine_on, on_cpu_like, tiny, train_here, train_on_device

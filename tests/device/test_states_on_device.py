@@ -11,8 +11,7 @@ import infinity
 from infinity import CapacityError
 from infinity.config.sizes import parse_size
 from infinity.tiers import Memory
-from tests.behaviour.reference import Placement, Recipe, batches
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import Placement, Recipe, assert_same_bits, batches
 from tests.device import target
 from tests.device.training import STEPS, engine_on, on_cpu_like, tiny, train_here, train_on_device, train_over
 

@@ -13,8 +13,16 @@ import infinity
 from infinity.tiers import link
 from infinity.zero.gradients import Gradients
 from infinity.zero.updates import Updates
-from tests.behaviour.reference import Placement, Recipe, Result, batches, loss_of, named_budget, tiny_gpt2
-from tests.behaviour.test_parity import assert_same_bits
+from tests.behaviour.reference import (
+    Placement,
+    Recipe,
+    Result,
+    assert_same_bits,
+    batches,
+    loss_of,
+    named_budget,
+    tiny_gpt2,
+)
 from tests.device import target
 from tests.device.training import (
     SPEEDS,
