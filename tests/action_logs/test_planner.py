@@ -11,7 +11,7 @@ import torch
 
 from infinity.config import Config, load_config
 from infinity.errors import CapacityError
-from infinity.planner import Machine, Rates, count_work, plan_training, with_numbers
+from infinity.planner import Machine, Rates, TrainingPlan, count_work, plan_training, with_numbers
 from infinity.planner.lanes import Lanes, Task
 from infinity.planner.simulated_step import PARTS, TimedRank
 from infinity.planner.step_work import step_work
@@ -71,8 +71,8 @@ class Logged(TimedRank):
         super()._begin_phase(name)
 
 
-def simulated(case: Case, path: Path) -> list[str]:
-    """The last step, in the words of a golden log."""
+def planned(case: Case, path: Path) -> tuple[TrainingPlan, Config]:
+    """The plan of a case, with the room that the case has."""
     machine = Machine(case.ranks, case.ranks, None if case.device == "cpu" else 1 << 30)
 
     def config(host_memory: int) -> Config:
@@ -84,11 +84,14 @@ def simulated(case: Case, path: Path) -> list[str]:
             plan_training(Counted(), config(1), machine)
         params = sum(param.nbytes for param in Counted().parameters())
         host_memory = named_budget(refusal.value) + int(case.room * params)
-    plan = plan_training(Counted(), config(host_memory), machine)
+    return plan_training(Counted(), config(host_memory), machine), config(host_memory)
+
+
+def simulated(case: Case, path: Path) -> list[str]:
+    """The last step, in the words of a golden log."""
+    plan, config = planned(case, path)
     work = count_work(Counted(), plan, BATCH, 4)
-    rank = Logged(
-        step_work(plan, config(host_memory), work, RATES), Prompt(PARTS, lambda busy: dict.fromkeys(busy, 1.0))
-    )
+    rank = Logged(step_work(plan, config, work, RATES), Prompt(PARTS, lambda busy: dict.fromkeys(busy, 1.0)))
     rank.train()
     last = [index for index, action in enumerate(rank.actions) if action == "forward"][-plan_passes(case)]
     names = [spec.name or "the rest" for spec in plan.sizing.specs]

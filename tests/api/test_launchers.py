@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 
@@ -14,7 +13,7 @@ from infinity.schedule import MemoryNeeds
 from infinity.zero.budgets import host_capacity
 from infinity.zero.launch import Launch, launch_of, local_size
 from infinity.zero.ranks import Ranks
-from tests.behaviour.ranks import run_ranks
+from tests.behaviour.ranks import free_port, run_ranks
 from tests.behaviour.reference import Placement, Recipe, tiny_gpt2
 from tests.prepared import Child
 
@@ -103,10 +102,7 @@ with infinity.initialize(model=tiny_gpt2(), config=Recipe().config(Placement()))
 
 
 def test_tasks_of_srun_join_at_the_address_that_they_were_given() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | STEP | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = os.environ | STEP | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     tasks = [
         Child(["-c", SCRIPT], env=environment | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank)})
         for rank in range(2)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,16 @@ import torch.distributed as dist
 from tests import prepared
 
 _TIMEOUT_S = 60
+_PORTS = range(10_000, 30_000)  # below those that Linux gives to sockets that ask for any
 _CALL = f"from {__name__} import run_rank; run_rank()"
+
+
+def free_port() -> int:
+    """A port of this machine for processes that are to meet, which no other program takes before they do."""
+    while True:
+        port = random.choice(_PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run_ranks(

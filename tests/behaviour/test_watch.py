@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from infinity.zero import meeting
 from infinity.zero.meeting import Meeting, this_process
 from infinity.zero.ranks import Pending, Ranks
 from infinity.zero.watch import Watch
+from tests.behaviour.ranks import free_port
 from tests.prepared import Child
 
 ROOT = Path(__file__).parents[2]
@@ -244,9 +244,7 @@ class _Never:
 
 def test_a_stopped_rank_that_has_the_store_does_not_hang_the_others() -> None:
     """Its connections stay open, and torch's client of the store waits for answers without a limit."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    store = f"tcp://127.0.0.1:{free_port()}"
     processes = [Child(["-c", SCRIPT, str(rank), store, "0"]) for rank in range(2)]
     try:
         _, told = processes[1].communicate(timeout=60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from infinity.integrations.as_deepspeed import FOLDER
 from tests import prepared
+from tests.behaviour.ranks import free_port
 from tests.prepared import ROOT
 
 TIMEOUT_S = 240
@@ -32,9 +32,7 @@ def ranks(
     size: int, *arguments: str | Path, namespace: bool = True, where: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """A script as the ranks that `infinity run` would start: rank 0's end, or that of the first which failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     found = _environment([FOLDER, ROOT] if namespace else [ROOT]) | meeting | sizes
     children = [

@@ -21,20 +21,11 @@ from infinity.integrations.deepspeed.values import (
     safe_get_full_optimizer_state,
 )
 from tests.api.small_models import CONFIG, WIDTH, Heads
+from tests.integrations.test_optimizer_classes import backward, engine_at
 
 pytestmark = pytest.mark.usefixtures("ends_process_group")
 SIXTEEN_BITS = {"bf16": {"enabled": True}}
 FLOAT32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-
-
-def engine_at(stage: int, **more: Any) -> Any:
-    torch.manual_seed(0)
-    return initialize(model=Heads(), config=CONFIG | {"zero_optimization": {"stage": stage}} | more)[0]
-
-
-def backward(engine: Any) -> None:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(next(engine.module.parameters()).dtype)
-    engine.backward(engine(x).float().square().mean())
 
 
 def flat(values: Any) -> torch.Tensor:

@@ -10,13 +10,12 @@ import pytest
 
 from infinity.cli.main import main
 from infinity.config import load_config
-from infinity.errors import CapacityError, ConfigError
-from infinity.planner import Machine, TrainingPlan, plan_training
+from infinity.errors import ConfigError
+from infinity.planner import TrainingPlan
 from infinity.planner.planned import Planned, planned_of, search_planned
 from infinity.simulation.model import Pass
+from tests.action_logs import test_planner
 from tests.action_logs.cases import CASES, LARGE, ON_DEVICE, Case, config_of
-from tests.action_logs.test_planner import Counted
-from tests.behaviour.reference import named_budget
 from tests.simulation.mutants import planted
 
 _KEPT = {"crash_consistent": True}
@@ -33,19 +32,8 @@ STEPS = 24
 
 
 def planned(case: Case, path: Path) -> tuple[TrainingPlan, Planned]:
-    machine = Machine(case.ranks, case.ranks, None if case.device == "cpu" else 1 << 30)
-
-    def config(host_memory: int):
-        return load_config(config_of(case, path, host_memory), world_size=case.ranks)
-
-    host_memory = LARGE
-    if case.room is not None:
-        with pytest.raises(CapacityError) as refusal:
-            plan_training(Counted(), config(1), machine)
-        params = sum(param.nbytes for param in Counted().parameters())
-        host_memory = named_budget(refusal.value) + int(case.room * params)
-    plan = plan_training(Counted(), config(host_memory), machine)
-    return plan, planned_of(plan, config(host_memory))
+    plan, config = test_planner.planned(case, path)
+    return plan, planned_of(plan, config)
 
 
 @pytest.mark.parametrize("name", ALL)
