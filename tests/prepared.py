@@ -32,7 +32,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +67,8 @@ def run(
 
 class Child:
     """As `subprocess.Popen([sys.executable, *arguments], stdout=PIPE, stderr=PIPE, text=True, ...)`, but quickly.
+
+    As a context it kills the process at its end.
 
     Args:
         arguments: of Python: a script, `-m` and a module, or `-c` and a program; then what is for it.
@@ -103,9 +105,8 @@ class Child:
     def __enter__(self) -> Child:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        if kind is not None:
-            self.kill()
+    def __exit__(self, *_: object) -> None:
+        self.kill()
         self.communicate()
 
     def poll(self) -> int | None:

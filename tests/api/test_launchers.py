@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 
 import pytest
 
@@ -103,18 +104,12 @@ with infinity.initialize(model=tiny_gpt2(), config=Recipe().config(Placement()))
 
 def test_tasks_of_srun_join_at_the_address_that_they_were_given() -> None:
     environment = os.environ | STEP | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    tasks = [
-        Child(["-c", SCRIPT], env=environment | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank)})
-        for rank in range(2)
-    ]
-    try:
+    step = [environment | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank)} for rank in range(2)]
+    with ExitStack() as ended:
+        tasks = [ended.enter_context(Child(["-c", SCRIPT], env=one)) for one in step]
         for rank, task in enumerate(tasks):
             output, errors = task.communicate(timeout=120)
             assert f"rank {rank} of 2 4" in output, errors
-    finally:
-        for task in tasks:
-            task.kill()
-            task.communicate()
 
 
 def shares() -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -38,15 +39,15 @@ dist.destroy_process_group()
 """
 
 
-def start(rank: int, path: Path, victim: int) -> Child:
-    return Child(["-c", SCRIPT, str(rank), path, str(victim)])
+def start(ended: ExitStack, path: Path, victim: int) -> list[Child]:
+    return [ended.enter_context(Child(["-c", SCRIPT, str(rank), path, str(victim)])) for rank in range(2)]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others_with_a_message(victim, tmp_path) -> None:
     (tmp_path / "swap").mkdir()
-    processes = [start(rank, tmp_path, victim) for rank in range(2)]
-    try:
+    with ExitStack() as ended:
+        processes = start(ended, tmp_path, victim)
         processes[victim].communicate(timeout=120)
         died_s = time.monotonic()
         output, errors = processes[1 - victim].communicate(timeout=60)
@@ -57,12 +58,7 @@ def test_a_killed_rank_ends_the_others_with_a_message(victim, tmp_path) -> None:
         assert "another rank has died or does not answer" in errors
         left = list((tmp_path / "swap").iterdir())
         assert len(left) == 1, left  # the victim could not remove its own
-        processes = [start(rank, tmp_path, 2) for rank in range(2)]  # nobody is killed
-        for process in processes:
+        for process in start(ended, tmp_path, 2):  # nobody is killed
             output, errors = process.communicate(timeout=120)
             assert process.returncode == 0, errors
         assert not list((tmp_path / "swap").iterdir())
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -198,19 +199,19 @@ for step in range(2):
 """
 
 
+def start(ended: ExitStack, store: str, stopped: int) -> list[Child]:
+    return [ended.enter_context(Child(["-c", SCRIPT, str(rank), store, str(stopped)])) for rank in range(2)]
+
+
 def test_a_rank_that_hangs_is_named_within_the_timeout_whatever_the_groups_own_is(tmp_path) -> None:
     """The process group was made with torch's half hour."""
-    processes = [Child(["-c", SCRIPT, str(rank), f"file://{tmp_path}/store", "1"]) for rank in range(2)]
-    try:
+    with ExitStack() as ended:
+        processes = start(ended, f"file://{tmp_path}/store", 1)
         _, told = processes[0].communicate(timeout=100)
         assert processes[0].returncode != 0
         last = told.strip().splitlines()[-1]
         assert "RankError: rank 0 of 2: the " in told, told
         assert "rank 1 has not been heard of for" in told, last
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 def test_after_a_rank_was_waited_for_in_vain_no_other_wait_takes_long(monkeypatch) -> None:
@@ -244,13 +245,8 @@ class _Never:
 
 def test_a_stopped_rank_that_has_the_store_does_not_hang_the_others() -> None:
     """Its connections stay open, and torch's client of the store waits for answers without a limit."""
-    store = f"tcp://127.0.0.1:{free_port()}"
-    processes = [Child(["-c", SCRIPT, str(rank), store, "0"]) for rank in range(2)]
-    try:
+    with ExitStack() as ended:
+        processes = start(ended, f"tcp://127.0.0.1:{free_port()}", 0)
         _, told = processes[1].communicate(timeout=60)
         assert processes[1].returncode != 0
         assert "RankError: rank 1 of 2: the " in told, told
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()

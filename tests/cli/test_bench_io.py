@@ -283,17 +283,14 @@ def test_a_plot_without_a_sweep_is_refused(tmp_path, capsys) -> None:
 def test_a_signal_leaves_no_file_and_what_was_measured(number, code, tmp_path) -> None:
     options = small(tmp_path, "--runtime", "60", "--op", "read", "--json")
     with Child(["-m", "infinity.cli.main", *options]) as child:
-        try:
-            deadline = time.monotonic() + 60
-            while not list(tmp_path.iterdir()):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            time.sleep(1.5)
-            child.send_signal(number)
-            output, _ = child.communicate(timeout=30)
-            assert child.returncode == code
-        finally:
-            child.kill()
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(1.5)
+        child.send_signal(number)
+        output, _ = child.communicate(timeout=30)
+        assert child.returncode == code
     assert not list(tmp_path.iterdir())
     result = json.loads(output)
     assert result["interrupted"]

@@ -6,8 +6,7 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,9 @@ __all__ = ["workspace"]  # a fixture
 TIMEOUT_S = 90
 
 
-@contextmanager
-def running(workspace: Path, *more: str) -> Iterator[Child]:
-    """`infinity train` in a process of its own, which does not outlive the block."""
-    process = Child(["-m", "infinity.cli.main", *train_arguments(workspace, *more)], cwd=ROOT)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=TIMEOUT_S)
+def running(workspace: Path, *more: str) -> Child:
+    """`infinity train` in a process of its own."""
+    return Child(["-m", "infinity.cli.main", *train_arguments(workspace, *more)], cwd=ROOT)
 
 
 def wait_for(condition: Callable[[], bool], process: Child) -> None:

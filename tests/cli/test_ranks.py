@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 
 import pytest
 
@@ -29,16 +30,13 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_take_turns_at_the_samples_and_agree_on_a_signal(size, tmp_path) -> None:
-    processes = [Child(["-c", SCRIPT, str(rank), str(size), tmp_path / "store"]) for rank in range(size)]
-    try:
+    starts = [["-c", SCRIPT, str(rank), str(size), tmp_path / "store"] for rank in range(size)]
+    with ExitStack() as ended:
+        processes = [ended.enter_context(Child(start)) for start in starts]
         for rank, process in enumerate(processes):
             output, errors = process.communicate(timeout=90)
             assert process.returncode == 0, errors
             assert json.loads(output) == [[rank, size], 100 + 4 * rank, [0, 15]]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 def test_one_process_needs_no_group() -> None:

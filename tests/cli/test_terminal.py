@@ -122,8 +122,7 @@ def test_top_follows_a_run_and_gives_the_screen_back(terminal, workspace, tmp_pa
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "runtime")}
     (tmp_path / "runtime").mkdir(mode=0o700)
     steps = train_arguments(workspace, "--steps", "100000")
-    run = Child(["-m", "infinity.cli.main", *steps], cwd=ROOT, env=environment)
-    try:
+    with Child(["-m", "infinity.cli.main", *steps], cwd=ROOT, env=environment) as run:
         screen = terminal(80, "top")
 
         def row(lines: list[str]) -> str:
@@ -140,9 +139,6 @@ def test_top_follows_a_run_and_gives_the_screen_back(terminal, workspace, tmp_pa
         assert screen.ended() == 0
         assert not [line for line in screen.lines() if "pid" in line]
         assert screen.cursor_is_shown()
-    finally:
-        run.kill()
-        run.communicate(TIMEOUT_S)
 
 
 def test_an_error_comes_after_the_picture_and_the_cursor_back(terminal, workspace) -> None:

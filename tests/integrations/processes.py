@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +36,13 @@ def ranks(
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     found = _environment([FOLDER, ROOT] if namespace else [ROOT]) | meeting | sizes
-    children = [
-        prepared.Child(arguments, cwd=where, env=found | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(size)
-    ]
-    try:
+    of_ranks = [found | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    with ExitStack() as last:
+        children = [last.enter_context(prepared.Child(arguments, cwd=where, env=env)) for env in of_ranks]
         ended = []
         for child in children:
             output, errors = child.communicate(TIMEOUT_S)
             ended.append(subprocess.CompletedProcess(child.args, child.wait(), output, errors))
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
     return next((done for done in ended if done.returncode), ended[0])
 
 

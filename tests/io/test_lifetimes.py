@@ -291,14 +291,11 @@ os._exit(0)
 def test_ctrl_c_ends_a_wait(backend, tmp_path) -> None:
     script = _INTERRUPTED.format(root=str(ROOT), backend=backend, path=str(tmp_path / "f"))
     with prepared.Child(["-c", script]) as child:
-        try:
-            assert child.stdout.readline() == "waiting\n"
-            child.send_signal(signal.SIGINT)
-            started_s = time.monotonic()
-            assert child.stdout.readline() == "interrupted\n"
-            assert time.monotonic() - started_s < 5
-        finally:
-            child.kill()
+        assert child.stdout.readline() == "waiting\n"
+        child.send_signal(signal.SIGINT)
+        started_s = time.monotonic()
+        assert child.stdout.readline() == "interrupted\n"
+        assert time.monotonic() - started_s < 5
 
 
 @pytest.mark.parametrize("backend", NATIVE)
