@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,10 @@ torch.set_num_threads(1)
 
 # A shell that starts the suite in the background has it ignore Ctrl-C, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes depends on what else runs on the machine.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 _DEVICE = Path(__file__).parent / "device"
 

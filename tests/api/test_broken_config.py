@@ -31,7 +31,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=8), VALUES, max_size=4))
 def test_any_value_at_any_key_gives_a_config_or_a_config_error(values: dict[str, Any]) -> None:
     try:
@@ -41,7 +41,7 @@ def test_any_value_at_any_key_gives_a_config_or_a_config_error(values: dict[str,
     assert isinstance(found, Config) or len(str(found)) < 1000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=40) | st.binary(max_size=40).map(lambda middle: b'{"a": ' + middle + b"}"))
 def test_any_bytes_in_the_file_give_a_config_or_a_config_error(tmp_path_factory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.json"

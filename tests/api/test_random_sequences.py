@@ -23,7 +23,7 @@ def _eager() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     case=st.sampled_from(CASES),
     names=st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=12),

@@ -86,7 +86,7 @@ def test_a_cut_block_is_one_block() -> None:
     assert partition_of(model, 64 * 64).blocks == partition_of(model, None).blocks == ("blocks.0", "blocks.1")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(widths=st.lists(st.integers(1, 20), min_size=1, max_size=8), limit=st.integers(1, 2000), data=st.data())
 def test_every_parameter_is_in_one_unit_and_what_can_be_cut_is(widths, limit, data) -> None:
     def grown(depth: int) -> nn.Module:

@@ -87,7 +87,7 @@ def least_memory(base: Path, swap: Path, key: str, *, in_place: bool, link: Any 
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_image_has_every_tensor_at_its_place(data: st.DataObject) -> None:
     files = [WeightFile(Path(f"/weights/{index}"), 1, index, 1 << 20, 0, 0) for index in range(2)]
     content = {file: torch.randint(0, 256, (file.size,), dtype=torch.uint8) for file in files}

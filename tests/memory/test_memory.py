@@ -24,7 +24,7 @@ def resident_bytes() -> int:
     return int(fields[1]) * 4096
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(st.integers(1, 40), st.none()), max_size=60), st.randoms(use_true_random=False))
 def test_the_free_list_never_hands_out_a_byte_twice_and_coalesces(steps, rng) -> None:
     capacity = 100

@@ -161,7 +161,7 @@ def steady_optimum(uses: list[int], sizes: list[int], capacity: int) -> int:
     return best
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems() | passes())
 def test_no_plan_exceeds_its_budget_and_every_fetch_precedes_its_use(problem) -> None:
     uses, sizes, capacity = problem
@@ -171,7 +171,7 @@ def test_no_plan_exceeds_its_budget_and_every_fetch_precedes_its_use(problem) ->
     assert replay(plan, sizes, plan.most_bytes) == fetched_bytes(plan, sizes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems() | passes())
 def test_what_a_plan_leaves_free_is_of_no_use_to_it(problem) -> None:
     uses, sizes, capacity = problem
@@ -180,7 +180,7 @@ def test_what_a_plan_leaves_free_is_of_no_use_to_it(problem) -> None:
     assert fetched_bytes(again, sizes) == fetched_bytes(plan, sizes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems() | passes())
 def test_the_next_unit_is_prefetched_wherever_both_fit(problem) -> None:
     uses, sizes, capacity = problem
@@ -190,7 +190,7 @@ def test_the_next_unit_is_prefetched_wherever_both_fit(problem) -> None:
             assert sum(sizes[unit] for unit in pair) > capacity
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems() | passes())
 def test_nothing_leaves_without_need(problem) -> None:
     """Each of those that make room for a unit is too large to have stayed beside it."""
@@ -213,7 +213,7 @@ def test_nothing_leaves_without_need(problem) -> None:
             assert all(sizes[unit] > free for unit in leaving)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problems(), st.integers(1, 9), st.integers(1, 6))
 def test_equal_units_move_no_more_bytes_than_lru_in_the_same_room(problem, size, room) -> None:
     uses, sizes, _ = problem
@@ -223,7 +223,7 @@ def test_equal_units_move_no_more_bytes_than_lru_in_the_same_room(problem, size,
     assert fetched_bytes(plan, sizes) <= lru_bytes(uses, sizes, room * size) + slack
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(passes())
 def test_passes_over_unequal_units_move_no_more_bytes_than_lru_in_the_same_room(problem) -> None:
     """Of orders at random with unequal sizes, one in tens of thousands is better served by LRU."""
@@ -231,7 +231,7 @@ def test_passes_over_unequal_units_move_no_more_bytes_than_lru_in_the_same_room(
     assert fetched_bytes(make_plan(uses, sizes, capacity), sizes) <= lru_bytes(uses, sizes, capacity)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(2, 5), st.integers(1, 4), st.data())
 def test_equal_units_reach_the_optimum_exactly_in_steady_state(units, room, data) -> None:
     uses = data.draw(st.lists(st.integers(0, units - 1), min_size=1, max_size=8))
@@ -240,7 +240,7 @@ def test_equal_units_reach_the_optimum_exactly_in_steady_state(units, room, data
         assert fetched_bytes(plan, [3] * units) == steady_optimum(uses, [3] * units, 3 * room)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(max_units=4, max_uses=7) | passes(max_units=4))
 def test_no_plan_is_better_than_the_optimum(problem) -> None:
     """It would have counted too little, or not fetched something ahead."""
@@ -250,7 +250,7 @@ def test_no_plan_is_better_than_the_optimum(problem) -> None:
         assert fetched_bytes(plan, sizes) >= steady_optimum(uses, sizes, capacity)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(2, 5), st.integers(1, 4), st.data())
 def test_equal_units_reach_the_optimum(units, room, data) -> None:
     uses = data.draw(st.lists(st.integers(0, units - 1), min_size=1, max_size=6))
@@ -306,7 +306,7 @@ def wanted(uses: list[int], sizes: list[int], rule: AheadLimit, index: int) -> s
     return held
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problems() | passes(), st.integers(1, 30))
 def test_units_within_the_prefetched_bytes_arrive_in_time_and_within_the_budget(problem, ahead_bytes) -> None:
     uses, sizes, capacity = problem

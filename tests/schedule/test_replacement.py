@@ -59,7 +59,7 @@ class _EveryResident:
         return victims
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.data())
 def test_every_decision_is_that_of_the_specification(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))

@@ -182,7 +182,7 @@ def step(world: World, uses: list[int], *, learn: bool = True, updates: bool = T
     world.on(CycleEnds(learn))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_what_is_used_is_in_memory_and_the_ledger_holds(data) -> None:
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))

@@ -424,7 +424,7 @@ VERBS = [
 ]
 
 
-@settings(max_examples=1000, derandomize=True, deadline=None)
+@settings(max_examples=1000, derandomize=True)
 @given(
     st.sampled_from(LAYOUTS),
     st.integers(0, 4),

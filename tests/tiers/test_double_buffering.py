@@ -46,7 +46,7 @@ def space(tmp_path):
 
 
 @given(st.lists(st.one_of(st.tuples(st.integers(0, 1), st.integers(0, 2)), st.just("close")), max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_was_closed_last_is_never_overwritten(events) -> None:
     """A dict of bytes by (extent, slot, range) is the drive; every write has a number of its own."""
     slots, extents = Slots(), [extent(), extent(8 * BLOCK)]
@@ -79,7 +79,7 @@ def test_what_was_closed_last_is_never_overwritten(events) -> None:
         max_size=40,
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_writes_of_an_epoch_can_be_rolled_back(events) -> None:
     """As above; `undo` finds what was the newest when the epoch began."""
     slots, extents = Slots(), [extent(), extent(8 * BLOCK)]

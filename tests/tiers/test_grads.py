@@ -171,7 +171,6 @@ def add(store: GradStore, unit: int, value: float) -> None:
     buffer += value
 
 
-@settings(deadline=None)
 @given(data=st.data(), slots=st.integers(1, 3))
 def test_any_order_of_adding_resting_spilling_and_using_keeps_every_sum(data: st.DataObject, slots: int) -> None:
     swap = LateSwap()
