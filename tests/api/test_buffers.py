@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.integrations.exports import save_pretrained
 from infinity.tiers import SameMemory
-from infinity.zero.outside_units import OutsideUnits
-from infinity.zero.ranks import ALONE
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import DTYPES, LR, Placement, Recipe
 
@@ -171,20 +169,6 @@ class Quantised(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return self.adapter(values @ self.base.to(values.dtype))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_integer_parameters_move_to_the_device_and_back() -> None:
-    model = Quantised()
-    outside, base = OutsideUnits(model), model.base.data
-    outside.place(torch.bfloat16, torch.device("cuda"), ALONE)
-    assert model.base.device.type == "cuda"
-    assert model.base.dtype == torch.int8
-    outside.give_back()
-    assert model.base.data_ptr() == base.data_ptr()
-    with infinity.initialize(model, Recipe("bf16").config(Placement()), device="cuda")[0] as engine:
-        engine.backward(engine(torch.ones(2, 4).bfloat16().cuda()).square().mean())
-        engine.step()
 
 
 def test_a_model_with_integer_parameters_trains_and_keeps_them() -> None:

@@ -97,6 +97,20 @@ def assert_trains_as_plainly(
         torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
 
 
+def train_both(
+    plain: nn.Module, optimizer: torch.optim.Optimizer, engine: infinity.Engine, batch: torch.Tensor
+) -> None:
+    """One step of each, with the same loss."""
+    expected = loss_of(plain, batch)
+    expected.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = loss_of(engine, batch)
+    engine.backward(loss)
+    engine.step()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -706,14 +720,7 @@ def test_evaluation_sees_the_new_weights_and_leaves_no_trace(build, context, tmp
     with engine:
         for batch in batches():
             torch.testing.assert_close(evaluated(engine, batch, model), evaluated(plain, batch, plain))
-            expected = loss_of(plain, batch)
-            expected.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loss = loss_of(engine, batch)
-            engine.backward(loss)
-            engine.step()
-            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+            train_both(plain, optimizer, engine, batch)
         torch.testing.assert_close(evaluated(engine.module, batch, model), evaluated(plain, batch, plain))
 
 
@@ -783,14 +790,7 @@ def test_after_an_exception_training_goes_on_as_if_the_step_had_not_been(where, 
                     with pytest.raises(infinity.InfinityError, match=r"has stopped after an error \(RuntimeError"):
                         engine(batch)
                     return
-            expected = loss_of(plain, batch)
-            expected.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loss = loss_of(engine, batch)
-            engine.backward(loss)
-            engine.step()
-            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+            train_both(plain, optimizer, engine, batch)
         weights = dict(engine.named_parameters())
     for name, param in plain.named_parameters():
         torch.testing.assert_close(weights[name], param.detach(), rtol=1e-4, atol=1e-4, msg=name)

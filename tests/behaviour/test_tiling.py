@@ -11,7 +11,7 @@ from torch import nn
 
 import infinity
 from infinity.zero import GatheredParameters, Init, TiledLinear
-from tests.behaviour.test_models import ADAM, WIDTH, Chain, batches, config, loss_of, tightest
+from tests.behaviour.test_models import ADAM, WIDTH, Chain, batches, config, tightest, train_both
 
 WIDE = 1501  # divides by no number of splits used here
 
@@ -101,14 +101,7 @@ def test_tiles_train_in_memory_that_the_layer_would_not_fit_in(clipping, tmp_pat
     with engine:
         assert engine._runtime.host.parts["parameters"].capacity_bytes < largest
         for batch in batches():
-            expected = loss_of(plain, batch)
-            expected.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loss = loss_of(engine, batch)
-            engine.backward(loss)
-            engine.step()
-            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+            train_both(plain, optimizer, engine, batch)
         weights = dict(engine.named_parameters())
     for layer in ("wide", "narrow", "blocks.1.up"):
         whole = plain.get_submodule(layer).weight.detach()

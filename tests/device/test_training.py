@@ -12,7 +12,10 @@ import torch
 import infinity
 from infinity.tiers import link
 from infinity.zero.gradients import Gradients
+from infinity.zero.outside_units import OutsideUnits
+from infinity.zero.ranks import ALONE
 from infinity.zero.updates import Updates
+from tests.api.test_buffers import Quantised
 from tests.behaviour.reference import (
     Placement,
     Recipe,
@@ -306,3 +309,17 @@ def test_prefetches_leave_updates_memory_on_their_way(schedule, tmp_path) -> Non
     with target.configured(**SPEEDS[next(reversed(SPEEDS))]):
         found = train_on_device(recipe, placement, blocks(), device_memory=memory)
     assert_same_bits(found, expected)
+
+
+def test_integer_parameters_move_to_the_device_and_back() -> None:
+    model = Quantised()
+    outside, base = OutsideUnits(model), model.base.data
+    outside.place(torch.bfloat16, torch.device(target.DEVICE), ALONE)
+    assert model.base.device.type == target.DEVICE
+    assert model.base.dtype == torch.int8
+    outside.give_back()
+    assert model.base.data_ptr() == base.data_ptr()
+    with engine_on(target.DEVICE, model, Recipe("bf16"), Placement()) as engine:
+        engine.backward(engine(torch.ones(2, 4).bfloat16().to(target.DEVICE)).square().mean())
+        engine.step()
+    assert torch.equal(model.base, torch.arange(-8, 8, dtype=torch.int8).view(4, 4))
