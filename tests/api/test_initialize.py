@@ -22,7 +22,7 @@ from infinity.zero.param_access import claim
 from infinity.zero.partition import ParamInfo, UnitLayout
 from tests.behaviour.disks import FailingDisk, swap_on
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import LR, Placement, Recipe, batches, tiny_gpt2, tiny_llama, train_on
+from tests.behaviour.reference import LR, Placement, Recipe, batches, least_memory, tiny_gpt2, tiny_llama, train_on
 
 FP32, BF16, FP16 = Recipe("fp32"), Recipe("bf16"), Recipe("fp16")
 
@@ -248,15 +248,6 @@ def stop_at_unit(monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
     monkeypatch.setattr(module, "_fill_unit", interrupted)
 
 
-def least_host_memory(config: dict[str, Any], model: nn.Module) -> int:
-    config = config | {"tiering": config["tiering"] | {"host_memory": 1}}
-    with pytest.raises(infinity.CapacityError) as refused:
-        infinity.initialize(model, config)
-    found = re.search(r"host_memory to (\d+) bytes \(\S+\) or more", str(refused.value))
-    assert found is not None
-    return int(found[1])
-
-
 UNITS = 6
 
 
@@ -278,7 +269,7 @@ def test_an_initialize_that_is_interrupted_leaves_the_model_as_it_was(
     config = Recipe(precision).config(Placement(tier, tier, tmp_path))
     config["tiering"] |= {"state_format": state_format}
     if tier == "nvme":  # so little that units are evicted while others are placed, and again while they are read back
-        config["tiering"] |= {"host_memory": least_host_memory(config, mixed_model())}
+        config["tiering"] |= {"host_memory": least_memory(mixed_model(), config)}
     model = mixed_model()
     before = Snapshot(model)
     with monkeypatch.context() as patch:
@@ -358,7 +349,7 @@ def test_a_meta_model_whose_weights_end_early_is_on_meta_again() -> None:
 
 def test_values_that_a_dead_drive_keeps_are_missed_by_name(tmp_path, monkeypatch, caplog) -> None:
     config = FP32.config(Placement("nvme", "nvme", tmp_path))
-    config["tiering"] |= {"host_memory": least_host_memory(config, tiny_gpt2())}
+    config["tiering"] |= {"host_memory": least_memory(tiny_gpt2(), config)}
     model, dead = tiny_gpt2(), []
 
     def dies(_: object) -> Any:

@@ -12,8 +12,7 @@ from torch import nn
 
 import infinity
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe, batches, loss_of, tiny_gpt2
-from tests.behaviour.test_parity import least_host_memory
+from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe, batches, least_memory, loss_of, tiny_gpt2
 
 PLACES = ("stage 0", "stage 2", "stage 3", "nvme", "deferred")
 STEPS = 4
@@ -23,7 +22,7 @@ def recipe(place: str, path: Path, **settings: Any) -> dict[str, Any]:
     """A configuration in fp32, so that plain torch is the reference."""
     placement = Placement()
     if place == "nvme":
-        least = least_host_memory(Recipe(**settings), Placement("nvme", "nvme", path, "64KiB"), "gpt2")
+        least = least_memory(tiny_gpt2(), Recipe(**settings).config(Placement("nvme", "nvme", path, "64KiB")))
         placement = Placement("nvme", "nvme", path, "64KiB", least + 60_000)
     config = Recipe(**settings).config(placement)
     if place.startswith("stage"):

@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import infinity
 from infinity.config import parse_size
+from infinity.tiers import Link
 
 VOCAB, SEQ, BATCH = 128, 32, 2
 LR, WEIGHT_DECAY = 1e-3, 0.1
@@ -141,9 +142,11 @@ def trained_on(engine: infinity.Engine, data: list[torch.Tensor]) -> Result:
     return Result(train_on(engine, data), dict(engine.named_parameters()))
 
 
-def train(model: nn.Module, recipe: Recipe, placement: Placement) -> Result:
+def train(model: nn.Module, recipe: Recipe, placement: Placement, link: Link | None = None, **tiering: Any) -> Result:
     """Train with infinity."""
-    with infinity.initialize(model=model, config=recipe.config(placement))[0] as engine:
+    config = recipe.config(placement)
+    config["tiering"] |= tiering
+    with infinity.initialize(model=model, config=config, link=link)[0] as engine:
         return trained_on(engine, batches(recipe.steps * recipe.accumulation))
 
 
@@ -191,6 +194,15 @@ def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torc
 def assert_same_bits(found: Result, expected: Result) -> None:
     assert found.losses == expected.losses
     assert_same_weights(found.weights, expected.weights)
+
+
+def least_memory(model: nn.Module, config: dict[str, Any], key: str = "host_memory", **given: Any) -> int:
+    """The least budget in which a configuration trains the model, as the refusal of a smaller one states it."""
+    try:
+        infinity.initialize(model=model, config=config | {"tiering": config["tiering"] | {key: 1}}, **given)
+    except infinity.CapacityError as refusal:
+        return named_budget(refusal)
+    raise AssertionError(f"a {key} of one byte was not refused")
 
 
 def named_budget(refusal: BaseException) -> int:

@@ -9,7 +9,7 @@ import torch
 
 import infinity
 from infinity.io.gds import DeviceReader, HostReader
-from infinity.tiers import Link, SameMemory
+from infinity.tiers import SameMemory
 from tests.behaviour.reference import (
     ARCHITECTURES,
     Placement,
@@ -17,20 +17,13 @@ from tests.behaviour.reference import (
     Result,
     assert_same_bits,
     batches,
-    named_budget,
+    least_memory,
     tiny_gpt2,
     tiny_llama,
+    train,
     train_on,
 )
 from tests.behaviour.test_parity import STEPS, in_memory
-
-
-def train_discrete(model, recipe: Recipe, placement: Placement, link: Link | None = None, **tiering: object) -> Result:
-    config = recipe.config(placement)
-    config["tiering"] |= tiering
-    with infinity.initialize(model=model, config=config, link=link or SameMemory())[0] as engine:
-        losses = train_on(engine, batches(recipe.steps * recipe.accumulation))
-        return Result(losses, dict(engine.named_parameters()))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -42,7 +35,7 @@ def test_a_discrete_device_gives_the_same_bits(
     architecture, device, precision, accumulation, clipping, tmp_path
 ) -> None:
     recipe = Recipe(precision, accumulation, clipping, STEPS)
-    placed = train_discrete(ARCHITECTURES[architecture](), recipe, Placement(device, device, tmp_path))
+    placed = train(ARCHITECTURES[architecture](), recipe, Placement(device, device, tmp_path), SameMemory())
     assert_same_bits(placed, in_memory(architecture, precision, accumulation, clipping))
 
 
@@ -52,16 +45,13 @@ def test_tight_device_memory_gives_the_same_bits(clipping, host_memory, tmp_path
     """Room for two blocks on the device, so that units come and go all the time."""
     recipe = Recipe("bf16", 1, clipping, STEPS)
     placement = Placement("nvme", "nvme", tmp_path, "64KiB", host_memory)
-    placed = train_discrete(tiny_llama(), recipe, placement, device_memory=least_device_memory(placement, recipe))
+    memory = least_device_memory(placement, recipe)
+    placed = train(tiny_llama(), recipe, placement, SameMemory(), device_memory=memory)
     assert_same_bits(placed, in_memory("llama", "bf16", 1, clipping))
 
 
 def least_device_memory(placement: Placement, recipe: Recipe) -> int:
-    config = recipe.config(placement)
-    config["tiering"] |= {"device_memory": 1}
-    with pytest.raises(infinity.CapacityError, match=r"tiering\.device_memory is 1 B") as refused:
-        infinity.initialize(model=tiny_llama(), config=config, link=SameMemory())
-    return named_budget(refused.value)
+    return least_memory(tiny_llama(), recipe.config(placement), "device_memory", link=SameMemory())
 
 
 def test_checkpoints_move_between_kinds_of_devices(tmp_path) -> None:
@@ -105,7 +95,7 @@ def past_the_host(placement: Placement, clipping: float, reader: DeviceReader | 
     memory = least_device_memory(placement, recipe)
     recipe.extra["aio"] = {"use_gds": True}
     nvme = [{"path": str(path)} for path in paths]
-    return train_discrete(tiny_llama(), recipe, placement, DirectMemory(reader), device_memory=memory, nvme=nvme)
+    return train(tiny_llama(), recipe, placement, DirectMemory(reader), device_memory=memory, nvme=nvme)
 
 
 @pytest.mark.parametrize("clipping", [0.0, 0.5])
@@ -140,4 +130,4 @@ def test_a_failing_read_past_the_host_names_the_file(tmp_path) -> None:
 def test_reading_past_the_host_excludes_checksums(tmp_path) -> None:
     recipe = Recipe("bf16", extra={"aio": {"use_gds": True}})
     with pytest.raises(infinity.ConfigError, match=r"tiering\.checksum"):
-        train_discrete(tiny_llama(), recipe, Placement("nvme", "nvme", tmp_path), checksum=True)
+        train(tiny_llama(), recipe, Placement("nvme", "nvme", tmp_path), SameMemory(), checksum=True)

@@ -11,8 +11,17 @@ import pytest
 import infinity
 from infinity.config import load_config
 from infinity.planner import plan_training
-from tests.behaviour.reference import Placement, Recipe, Result, assert_same_bits, batches, loss_of, tiny_llama, train
-from tests.behaviour.test_parity import least_host_memory
+from tests.behaviour.reference import (
+    Placement,
+    Recipe,
+    Result,
+    assert_same_bits,
+    batches,
+    least_memory,
+    loss_of,
+    tiny_llama,
+    train,
+)
 
 STEPS = 4
 
@@ -24,7 +33,7 @@ def in_memory(precision: str, accumulation: int, clipping: float) -> Result:
 
 def spilling(recipe: Recipe, path: Path, schedule: str = "auto", room: int = 0) -> Placement:
     placement = Placement("nvme", "nvme", path, "64KiB", schedule=schedule)
-    return dataclasses.replace(placement, host_memory=least_host_memory(recipe, placement) + room)
+    return dataclasses.replace(placement, host_memory=least_memory(tiny_llama(), recipe.config(placement)) + room)
 
 
 USES = [(3, 0.0, "backward"), (1, 0.5, "deferred"), (3, 0.5, "deferred"), (2, 0.5, "barrier")]

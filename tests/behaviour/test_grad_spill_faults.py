@@ -24,9 +24,8 @@ from infinity.tiers.copies import State
 from tests import prepared
 from tests.behaviour.disks import FailingDisk, swap_on
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_llama
+from tests.behaviour.reference import Placement, Recipe, batches, least_memory, loss_of, tiny_llama
 from tests.behaviour.test_grad_spill import spilling
-from tests.behaviour.test_parity import least_host_memory
 from tests.behaviour.test_ranks import Case, assert_follows, run_cases
 
 pytestmark = pytest.mark.timeout(120)
@@ -310,7 +309,7 @@ def test_kill_9_in_the_middle_leaves_a_file_that_the_next_start_removes(operatio
 
 def least_placement(recipe: Recipe, placement: Placement) -> tuple[int, bool]:
     """On a rank: the least budget, and whether gradients spill in it."""
-    least = least_host_memory(recipe, placement)
+    least = least_memory(tiny_llama(), recipe.config(placement))
     config = recipe.config(dataclasses.replace(placement, host_memory=least))
     with infinity.initialize(model=tiny_llama(), config=config)[0] as engine:
         return least, bool(places(engine))

@@ -23,8 +23,8 @@ from tests.behaviour.reference import (
     Placement,
     Recipe,
     batches,
+    least_memory,
     loss_of,
-    named_budget,
     tiny_gpt2,
 )
 
@@ -110,13 +110,6 @@ def test_training_follows_a_plain_loop_that_clips_by_the_norm_in_float64() -> No
     assert_follows(in_memory("fp32"), train_plainly(batches(len(FACTORS))))
 
 
-def least_memory(config: dict[str, Any]) -> int:
-    config = config | {"tiering": config["tiering"] | {"host_memory": 1}}
-    with pytest.raises(infinity.CapacityError) as refused:
-        infinity.initialize(model=tiny_gpt2(), config=config)
-    return named_budget(refused.value)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
@@ -125,7 +118,7 @@ def test_every_placement_and_schedule_gives_the_same_bits(device, schedule, prec
     monkeypatch.setattr(Foresight, "speculates", True)
     config = recipe_of(precision).config(Placement(device, device, tmp_path, "64KiB", schedule=schedule))
     if device == "nvme":
-        config["tiering"]["host_memory"] = least_memory(config) * 5 // 4
+        config["tiering"]["host_memory"] = least_memory(tiny_gpt2(), config) * 5 // 4
     assert_same(train(config), in_memory(precision))
 
 

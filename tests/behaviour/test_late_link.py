@@ -27,7 +27,9 @@ from tests.behaviour.reference import (
     batches,
     loss_of,
     named_budget,
+    tiny_gpt2,
     tiny_llama,
+    train,
     train_on,
 )
 from tests.behaviour.test_activations import Many, placed
@@ -58,17 +60,9 @@ def recipe_of(precision: str, accumulation: int, clipping: float, **extra: Any) 
     return Recipe(precision, accumulation, clipping, STEPS, extra)
 
 
-def train(architecture: str, recipe: Recipe, placement: Placement, link: Link | None, **tiering: Any) -> Result:
-    config = recipe.config(placement)
-    config["tiering"] |= tiering
-    with infinity.initialize(model=ARCHITECTURES[architecture](), config=config, link=link)[0] as engine:
-        losses = train_on(engine, batches(recipe.steps * recipe.accumulation))
-        return Result(losses, dict(engine.named_parameters()))
-
-
 @cache
 def in_memory(architecture: str, precision: str, accumulation: int, clipping: float) -> Result:
-    return train(architecture, recipe_of(precision, accumulation, clipping), Placement(), None)
+    return train(ARCHITECTURES[architecture](), recipe_of(precision, accumulation, clipping), Placement())
 
 
 # The same bits #
@@ -86,7 +80,7 @@ RECIPES = [("bf16", 1, 0.0), ("bf16", 1, 0.5), ("fp32", 4, 0.5), ("bf16", 4, 0.0
 )
 def test_training(architecture, device, seed, recipe, tmp_path, make_link) -> None:
     link = make_link(seed, patience=None if seed == 1 else 4 << seed)
-    ours = train(architecture, recipe_of(*recipe), Placement(device, device, tmp_path, "64KiB"), link)
+    ours = train(ARCHITECTURES[architecture](), recipe_of(*recipe), Placement(device, device, tmp_path, "64KiB"), link)
     assert_same_bits(ours, in_memory(architecture, *recipe))
 
 
@@ -96,7 +90,7 @@ def test_tight_device_memory(seed, host_memory, tmp_path, make_link) -> None:
     clipping = 0.5 * (seed % 2)
     placement = Placement("nvme", "nvme", tmp_path, "64KiB", host_memory)
     room = least_device_memory(placement, recipe_of("bf16", 1, clipping))
-    ours = train("llama", recipe_of("bf16", 1, clipping), placement, make_link(seed), device_memory=room)
+    ours = train(tiny_llama(), recipe_of("bf16", 1, clipping), placement, make_link(seed), device_memory=room)
     assert_same_bits(ours, in_memory("llama", "bf16", 1, clipping))
 
 
@@ -104,7 +98,7 @@ def test_tight_device_memory(seed, host_memory, tmp_path, make_link) -> None:
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 def test_schedules(schedule, home, tmp_path, make_link) -> None:
     placement = Placement(home, "nvme", tmp_path, "64KiB", schedule=schedule)
-    ours = train("gpt2", recipe_of("bf16", 1, 0.0), placement, make_link(7))
+    ours = train(tiny_gpt2(), recipe_of("bf16", 1, 0.0), placement, make_link(7))
     assert_same_bits(ours, in_memory("gpt2", "bf16", 1, 0.0))
 
 
@@ -113,13 +107,15 @@ def test_reading_past_the_host(tmp_path, make_link) -> None:
     recipe = recipe_of("bf16", 1, 0.5)
     room = least_device_memory(placement, recipe)
     recipe.extra["aio"] = {"use_gds": True}
-    ours = train("llama", recipe, placement, make_link(3), device_memory=room)
+    ours = train(tiny_llama(), recipe, placement, make_link(3), device_memory=room)
     assert_same_bits(ours, in_memory("llama", "bf16", 1, 0.5))
 
 
 def test_a_timeline(tmp_path, make_link) -> None:
     placement = Placement("nvme", "nvme", tmp_path, "64KiB")
-    ours = train("llama", recipe_of("bf16", 1, 0.5), placement, make_link(4), timeline=str(tmp_path / "trace.json"))
+    ours = train(
+        tiny_llama(), recipe_of("bf16", 1, 0.5), placement, make_link(4), timeline=str(tmp_path / "trace.json")
+    )
     assert_same_bits(ours, in_memory("llama", "bf16", 1, 0.5))
 
 

@@ -18,6 +18,7 @@ from tests.behaviour.reference import (
     Result,
     assert_same_bits,
     batches,
+    least_memory,
     loss_of,
     tiny_gpt2,
     tiny_llama,
@@ -25,7 +26,6 @@ from tests.behaviour.reference import (
     train_on,
     train_plainly,
 )
-from tests.behaviour.test_parity import least_host_memory
 
 RECIPE = Recipe("bf16", steps=6)
 
@@ -37,7 +37,7 @@ def nvme(path: Path) -> Placement:
 @pytest.fixture
 def tight(tmp_path: Path) -> Placement:
     """The least memory that works, so that every unit really leaves between its uses."""
-    least = least_host_memory(RECIPE, Placement("nvme", "nvme", tmp_path, "64KiB"))
+    least = least_memory(tiny_llama(), RECIPE.config(Placement("nvme", "nvme", tmp_path, "64KiB")))
     return Placement("nvme", "nvme", tmp_path, "64KiB", least + 60_000)
 
 

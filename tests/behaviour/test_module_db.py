@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch.testing._internal.common_modules import ModuleInfo, module_db
 from torch.utils import _pytree as pytree
 
 import infinity
+from tests.behaviour.reference import least_memory
 
 CASES = 1000 if os.environ.get("INFINITY_ALL_MODULE_CASES") else 4  # of each module, spread over those that torch has
 WIDTH = 48
@@ -98,11 +98,7 @@ def _config(path: Path, schedule: str, host_memory: int) -> dict[str, Any]:
 
 
 def _tightest(model: nn.Module, path: Path, schedule: str) -> dict[str, Any]:
-    with pytest.raises(infinity.CapacityError) as refused:
-        infinity.initialize(model=copy.deepcopy(model), config=_config(path, schedule, 1))
-    found = re.search(r"Raise tiering.host_memory to (\d+) bytes", str(refused.value))
-    assert found is not None, refused.value
-    return _config(path, schedule, int(found.group(1)))
+    return _config(path, schedule, least_memory(copy.deepcopy(model), _config(path, schedule, 1)))
 
 
 def _run(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-import infinity
-from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, Result, assert_same_bits, train, train_plainly
+from tests.behaviour.reference import (
+    ARCHITECTURES,
+    Placement,
+    Recipe,
+    Result,
+    assert_same_bits,
+    least_memory,
+    tiny_llama,
+    train,
+    train_plainly,
+)
 
 STEPS = 4
 
@@ -67,10 +74,10 @@ def test_mixed_placements_give_the_same_bits(params, optimizer, clipping, tmp_pa
 def test_budgets_and_tile_sizes_give_the_same_bits(tile_size, host_memory, clipping, tmp_path: Path) -> None:
     recipe = Recipe("bf16", 1, clipping, STEPS)
     if host_memory != "1GiB":
-        least = least_host_memory(recipe, Placement("nvme", "nvme", tmp_path, tile_size))
+        least = least_memory(tiny_llama(), recipe.config(Placement("nvme", "nvme", tmp_path, tile_size)))
         host_memory = least if host_memory == "tightest" else least + 100_000
     placement = Placement("nvme", "nvme", tmp_path, tile_size, host_memory)
-    assert_same_bits(train(ARCHITECTURES["llama"](), recipe, placement), in_memory("llama", "bf16", 1, clipping))
+    assert_same_bits(train(tiny_llama(), recipe, placement), in_memory("llama", "bf16", 1, clipping))
 
 
 @pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])
@@ -79,13 +86,3 @@ def test_update_schedules_give_the_same_bits(schedule, device, tmp_path: Path) -
     placement = Placement(device, device, tmp_path, schedule=schedule)
     placed = train(ARCHITECTURES["gpt2"](), Recipe("bf16", steps=STEPS), placement)
     assert_same_bits(placed, in_memory("gpt2", "bf16", 1, 0.0))
-
-
-def least_host_memory(recipe: Recipe, placement: Placement, architecture: str = "llama") -> int:
-    """The least budget that this recipe runs in, as the error for too small a one states it."""
-    config = recipe.config(dataclasses.replace(placement, host_memory=1))
-    with pytest.raises(infinity.CapacityError, match="needs at least") as refused:
-        infinity.initialize(model=ARCHITECTURES[architecture](), config=config)
-    found = re.search(r"Raise tiering.host_memory to (\d+) bytes", str(refused.value))
-    assert found is not None, refused.value
-    return int(found.group(1))

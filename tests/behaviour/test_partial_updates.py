@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import infinity
-from infinity.errors import CapacityError
 from infinity.schedule.actions import ParametersStale
 from infinity.zero.updates import Updates
-from tests.behaviour.reference import LR, Placement, Recipe, named_budget
+from tests.behaviour.reference import LR, Placement, Recipe, least_memory
 
 WIDTH, BLOCKS = 100, 6
 RECIPE = Recipe("fp32")
@@ -44,13 +41,6 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-def least_bytes(model: nn.Module, config: dict[str, Any]) -> int:
-    """The least of host memory that the model needs; the configuration has less."""
-    with pytest.raises(CapacityError) as refused:
-        infinity.initialize(model=copy.deepcopy(model), config=config)
-    return named_budget(refused.value)
-
-
 # A path through few blocks, whose plan has them stay in memory; then half of one of them, which may leave it now.
 STEPS = [(2, True)] * 4 + [(2, False)]
 
@@ -60,8 +50,8 @@ def test_what_an_update_leaves_alone_is_no_older_on_the_drive(tmp_path) -> None:
     model = Chain()
     reference = copy.deepcopy(model)
     inputs = [torch.randn(4, WIDTH) for _ in STEPS]
-    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "64KiB", host_memory=1))
-    least = least_bytes(model, config)
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, "64KiB"))
+    least = least_memory(copy.deepcopy(model), config)
     unit_bytes = 2 * WIDTH * (WIDTH + 1) * 4
     config["tiering"]["host_memory"] = least + unit_bytes  # of parameters, for three units
     optimizer = torch.optim.AdamW(reference.parameters(), **config["optimizer"]["params"])
@@ -107,8 +97,8 @@ class Normed(nn.Module):
 def test_a_unit_that_is_updated_in_part_within_backward_is_computed_with_to_its_end(tmp_path, monkeypatch) -> None:
     """Memory is so short that norms whose gradients have come are updated while those of others are to come."""
     plain = Normed()
-    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, 4096, host_memory=1, schedule="backward"))
-    config["tiering"]["host_memory"] = least_bytes(plain, config)
+    config = RECIPE.config(Placement("nvme", "nvme", tmp_path, 4096, schedule="backward"))
+    config["tiering"]["host_memory"] = least_memory(copy.deepcopy(plain), config)
     optimizer = torch.optim.AdamW(plain.parameters(), **config["optimizer"]["params"])
     early = []
     monkeypatch.setattr(

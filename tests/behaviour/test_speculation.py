@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import CapacityError, InfinityError, StorageError
+from infinity.errors import InfinityError, StorageError
 from infinity.kernels import Lost
 from infinity.optim import pipeline, rollback
 from infinity.schedule.actions import ParametersStale
@@ -27,7 +27,7 @@ from infinity.zero.gathering import Gathering
 from infinity.zero.speculation import Speculation
 from infinity.zero.unit import Unit
 from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of, named_budget
+from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, least_memory, loss_of
 
 STEPS = 6
 DATA = batches(STEPS)
@@ -102,7 +102,7 @@ def engine_of(
         clipping = middle_norm(architecture, precision, accumulation)
     recipe = Recipe(precision, accumulation, clipping)
     if host_memory is None and offload == "nvme":
-        host_memory = least_memory(architecture, precision, accumulation) * 5 // 4
+        host_memory = least_budget(architecture, precision, accumulation) * 5 // 4
     config = recipe.config(Placement(params, offload, path, tile_size, host_memory, schedule))
     config["tiering"] |= tiering
     config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 8}}
@@ -119,14 +119,11 @@ def model_of(architecture: str) -> torch.nn.Module:
 
 
 @cache
-def least_memory(architecture: str, precision: str, accumulation: int, params: str = "nvme") -> int:
+def least_budget(architecture: str, precision: str, accumulation: int, params: str = "nvme") -> int:
     """Return the smallest budget; with it, nearly all states are on the drive."""
     with tempfile.TemporaryDirectory() as path:
-        placement = Placement(params, "nvme", Path(path), "64KiB", 1, "deferred")
-        config = Recipe(precision, accumulation, NEVER).config(placement)
-        with pytest.raises(CapacityError) as refused:
-            infinity.initialize(model=model_of(architecture), config=config)
-    return named_budget(refused.value)
+        placement = Placement(params, "nvme", Path(path), "64KiB", schedule="deferred")
+        return least_memory(model_of(architecture), Recipe(precision, accumulation, NEVER).config(placement))
 
 
 @cache
@@ -222,7 +219,7 @@ def test_the_bits_are_those_of_updates_that_wait(
 @pytest.mark.parametrize("share", [1.0, 1.6, 2.2, 3.0])
 def test_at_any_budget(share, eager, seen, tmp_path) -> None:
     """Gradients spill, tiles lie in memory and on the drive, units are fetched and evicted."""
-    same_bits(tmp_path, clipping=SOMETIMES, host_memory=int(least_memory("gpt2", "bf16", 1) * share))
+    same_bits(tmp_path, clipping=SOMETIMES, host_memory=int(least_budget("gpt2", "bf16", 1) * share))
     assert set(seen) == {"committed", "reverted"}
 
 
@@ -455,7 +452,7 @@ def test_with_crash_consistent_steps(clipping, eager, tmp_path) -> None:
 
 def test_a_save_that_training_does_not_wait_for(eager, seen, tmp_path) -> None:
     """It reads the tiles of a unit in order; until it ends no update is speculative."""
-    budget = int(least_memory("gpt2", "bf16", 1) * 1.6)  # some tiles of a unit stay in memory
+    budget = int(least_budget("gpt2", "bf16", 1) * 1.6)  # some tiles of a unit stay in memory
     with engine_of(tmp_path / "swap", "speculative", host_memory=budget) as engine:
         train(engine, steps=2)
         engine.save_checkpoint(tmp_path / "saved", "two", blocking=False)
@@ -513,7 +510,7 @@ def test_elements_that_cannot_be_reconstructed_are_kept(
         return Lost(grads, places, [before[place] for place in places])
 
     monkeypatch.setattr(pipeline, "update", loses)
-    same_bits(tmp_path, clipping=SOMETIMES, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
+    same_bits(tmp_path, clipping=SOMETIMES, params=params, host_memory=least_budget("gpt2", "bf16", 1, params))
     assert calls
     assert gradients["restored"] > 0
     assert set(seen) == {"committed", "reverted"}
@@ -524,7 +521,7 @@ def test_elements_that_cannot_be_reconstructed_are_kept(
 def test_parameters_in_memory_are_reconstructed_from_states_on_a_drive(
     params, clipping, eager, seen, gradients, tmp_path
 ) -> None:
-    same_bits(tmp_path, clipping=clipping, params=params, host_memory=least_memory("gpt2", "bf16", 1, params))
+    same_bits(tmp_path, clipping=clipping, params=params, host_memory=least_budget("gpt2", "bf16", 1, params))
     assert set(seen) >= {NEVER: {"committed"}, SOMETIMES: {"committed", "reverted"}, ALWAYS: {"reverted"}}[clipping]
     assert gradients["left"] > 0
 
@@ -532,7 +529,7 @@ def test_parameters_in_memory_are_reconstructed_from_states_on_a_drive(
 def test_speculative_updates_spill_no_gradients(eager, gradients, tmp_path) -> None:
     written = {}
     for schedule in ("deferred", "speculative"):
-        with engine_of(tmp_path, schedule, host_memory=least_memory("gpt2", "bf16", 1)) as engine:
+        with engine_of(tmp_path, schedule, host_memory=least_budget("gpt2", "bf16", 1)) as engine:
             train(engine, steps=2)
             steps = []
             for ids in DATA[2:]:
@@ -566,7 +563,7 @@ def fetched(monkeypatch) -> list[int]:
 
 def room_for_params(architecture: str = "gpt2") -> int:
     """Return a budget with which all parameters stay in memory, and no states."""
-    return least_memory(architecture, "bf16", 1) * 3 // 2
+    return least_budget(architecture, "bf16", 1) * 3 // 2
 
 
 @pytest.mark.parametrize("clipping", [NEVER, ALWAYS])

@@ -18,7 +18,7 @@ from infinity.optim import pipeline
 from infinity.telemetry import Counters, StallCause, StepStats, Times, Waits
 from infinity.tiers import Link, SameMemory, Transfer, to_host
 from tests.behaviour.disks import SlowDisk, swap_on
-from tests.behaviour.reference import Placement, Recipe, batches, loss_of, named_budget, tiny_llama
+from tests.behaviour.reference import Placement, Recipe, batches, least_memory, loss_of, tiny_llama
 
 DELAY_S = 0.02
 # The longer delays are for a busy machine, on which waits for the processor hide a short one, or take as long.
@@ -103,14 +103,6 @@ def assert_the_cause_is(cause: StallCause, measured: list[tuple[StepStats, float
         raise UnclearError(stalls)
 
 
-def least_memory(config: dict, key: str = "host_memory", link: Link | None = None) -> int:
-    """The number that the refusal of too small a budget gives."""
-    tight = config | {"tiering": config["tiering"] | {key: 1}}
-    with pytest.raises(infinity.CapacityError) as refused:
-        infinity.initialize(model=tiny_llama(), config=tight, link=link, device="cpu")
-    return named_budget(refused.value)
-
-
 @pytest.fixture
 def slow_disk(monkeypatch) -> Callable[[float, float], None]:
     return lambda read_s, write_s: swap_on(monkeypatch, lambda engine: SlowDisk(engine, read_s, write_s))
@@ -129,7 +121,7 @@ def slow_optimizer(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
 def test_reading_states_late_is_the_disk_and_not_the_optimizer(schedule, params, slow_disk, tmp_path) -> None:
     """The compute thread waits for the worker, which waits for the disk."""
     config = Recipe("bf16").config(Placement(params, "nvme", tmp_path, "64KiB", schedule=schedule))
-    config["tiering"]["host_memory"] = least_memory(config)
+    config["tiering"]["host_memory"] = least_memory(tiny_llama(), config, device="cpu")
     with_longer_delays(partial(reads_are_the_cause, config, slow_disk))
 
 
@@ -140,14 +132,14 @@ def reads_are_the_cause(config: dict, slow_disk: Callable[[float, float], None],
 
 def test_reading_parameters_late_is_the_disk(slow_disk, tmp_path) -> None:
     config = Recipe("bf16").config(Placement("nvme", "cpu", tmp_path))
-    config["tiering"]["host_memory"] = least_memory(config)
+    config["tiering"]["host_memory"] = least_memory(tiny_llama(), config, device="cpu")
     with_longer_delays(partial(reads_are_the_cause, config, slow_disk))
 
 
 @pytest.mark.parametrize("schedule", ["backward", "barrier"])
 def test_writing_states_late_is_the_disk(schedule, slow_disk, tmp_path) -> None:
     config = Recipe("bf16").config(Placement("cpu", "nvme", tmp_path, "64KiB", schedule=schedule))
-    config["tiering"]["host_memory"] = least_memory(config)
+    config["tiering"]["host_memory"] = least_memory(tiny_llama(), config, device="cpu")
 
     def writes_are_the_cause(delay_s: float) -> None:
         slow_disk(0.0, delay_s)
@@ -172,7 +164,7 @@ def test_a_slow_update_is_the_optimizer(schedule, monkeypatch) -> None:
 def test_the_seconds_by_cause_add_up_to_what_a_step_waits(slow, schedule, slow_disk, monkeypatch, tmp_path) -> None:
     """Measured from outside: the seconds in which the compute thread does not compute."""
     config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB", schedule=schedule))
-    config["tiering"]["host_memory"] = least_memory(config)
+    config["tiering"]["host_memory"] = least_memory(tiny_llama(), config, device="cpu")
 
     def add_up(delay_s: float) -> None:
         if slow is StallCause.OPTIMIZER:
@@ -214,7 +206,7 @@ def test_a_gradient_that_is_still_being_written_is_no_read(slow_disk, tmp_path) 
     """Spilled gradients whose update comes before their write is over: the states are in memory, so all writes are
     theirs and the parameters'."""
     config = Recipe("bf16", clipping=0.5).config(Placement("nvme", "cpu", tmp_path, schedule="deferred"))
-    config["tiering"]["host_memory"] = least_memory(config)
+    config["tiering"]["host_memory"] = least_memory(tiny_llama(), config, device="cpu")
 
     def writes_are_no_reads(delay_s: float) -> None:
         slow_disk(0.0, delay_s)
@@ -234,7 +226,9 @@ def test_a_gradient_that_is_still_being_written_is_no_read(slow_disk, tmp_path) 
 def test_a_slow_link_is_the_link(device, uploads, downloads, tmp_path) -> None:
     """Also where the optimizer's thread waits for a download before it can update."""
     config = Recipe("bf16").config(Placement(device, device, tmp_path, "64KiB", schedule="backward"))
-    config["tiering"]["device_memory"] = least_memory(config, "device_memory", SlowLink())
+    config["tiering"]["device_memory"] = least_memory(
+        tiny_llama(), config, "device_memory", link=SlowLink(), device="cpu"
+    )
 
     def copies_are_the_cause(delay_s: float) -> None:
         link = SlowLink(uploads * delay_s, downloads * delay_s)
@@ -245,7 +239,7 @@ def test_a_slow_link_is_the_link(device, uploads, downloads, tmp_path) -> None:
 
 def test_slow_memory_is_the_allocator(monkeypatch, tmp_path) -> None:
     config = Recipe("bf16").config(Placement("nvme", "cpu", tmp_path))
-    config["tiering"]["host_memory"] = least_memory(config)
+    config["tiering"]["host_memory"] = least_memory(tiny_llama(), config, device="cpu")
 
     def allocations_are_the_cause(delay_s: float) -> None:
         def slow(buffer: StableBuffer) -> None:
@@ -282,7 +276,7 @@ def test_a_gradient_is_copied_over_the_link(monkeypatch) -> None:
 
 def test_the_first_step_does_not_pay_for_setting_up(tmp_path) -> None:
     config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB", schedule="barrier"))
-    config["tiering"]["host_memory"] = least_memory(config)
+    config["tiering"]["host_memory"] = least_memory(tiny_llama(), config, device="cpu")
     written = []
     with infinity.initialize(model=tiny_llama(), config=config, device="cpu")[0] as engine:
         params = sum(p.numel() for p in engine.module.parameters())
@@ -297,7 +291,7 @@ def test_the_first_step_does_not_pay_for_setting_up(tmp_path) -> None:
 def test_waits_between_steps_are_no_part_of_a_step(slow_disk, tmp_path) -> None:
     """An evaluation, pending updates that are waited for and a look at the parameters all wait for the disk."""
     config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB", schedule="deferred"))
-    config["tiering"]["host_memory"] = least_memory(config)
+    config["tiering"]["host_memory"] = least_memory(tiny_llama(), config, device="cpu")
 
     def are_no_part(delay_s: float) -> None:
         slow_disk(delay_s, 0.0)
@@ -325,7 +319,7 @@ def assert_waits_outside(config: dict, delay_s: float) -> None:
 
 def test_a_checkpoint_is_no_traffic_of_training(tmp_path) -> None:
     config = Recipe("bf16").config(Placement("nvme", "nvme", tmp_path, "64KiB", schedule="barrier"))
-    config["tiering"]["host_memory"] = least_memory(config)
+    config["tiering"]["host_memory"] = least_memory(tiny_llama(), config, device="cpu")
     moved = []
     with infinity.initialize(model=tiny_llama(), config=config, device="cpu")[0] as engine:
         for step, ids in enumerate(batches(6)):

@@ -22,11 +22,11 @@ from tests.behaviour.reference import (
     Result,
     assert_same_bits,
     batches,
+    least_memory,
     loss_of,
     tiny_llama,
     trained_on,
 )
-from tests.behaviour.test_stalls import least_memory
 
 STEPS = 4
 ROUTES = {
@@ -63,7 +63,7 @@ def test_the_timeline_agrees_with_the_counters(schedule, discrete, tmp_path) -> 
     link = SameMemory() if discrete else None
     config = on_nvme(tmp_path, schedule, timeline=str(tmp_path / "trace.json"))
     for key in ("device_memory", "host_memory") if discrete else ("host_memory",):
-        config["tiering"][key] = least_memory(config, key, link)
+        config["tiering"][key] = least_memory(tiny_llama(), config, key, link=link, device="cpu")
     stats = timed_steps(config, link)
     spans = read_timeline(tmp_path / "trace.json")
     for lane, route in ROUTES.items():
@@ -87,7 +87,7 @@ def test_the_timeline_agrees_with_the_counters(schedule, discrete, tmp_path) -> 
 def test_what_computes_does_not_wait(accumulation, tmp_path) -> None:
     """On the CPU one thread does both: together they are the phases."""
     config = on_nvme(tmp_path, timeline=str(tmp_path / "trace.json"), accumulation=accumulation)
-    config["tiering"]["host_memory"] = least_memory(config)
+    config["tiering"]["host_memory"] = least_memory(tiny_llama(), config, device="cpu")
     timed_steps(config, None)
     spans = read_timeline(tmp_path / "trace.json")
     total = sum_up(spans)
