@@ -1,11 +1,14 @@
-"""Drives that are slow or fail, put in through the seam of the I/O interface."""
+"""Drives that are slow or fail, put in through the seam of the I/O interface, and small ones."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import shutil
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,19 @@ import pytest
 from infinity.io import IoEngine, IoFile, IoFuture, IoStats, Priority, Span, open_engine
 from infinity.io.interface import failure
 from infinity.telemetry import Times
+
+
+@contextmanager
+def mounted(path: Path, options: str) -> Iterator[Path]:
+    """A filesystem of its own in memory, there, with these options of mount; skips the test where root is needed."""
+    path.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+    if shutil.which("mount") is None or subprocess.run(mounting, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a filesystem needs root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
 
 
 def swap_on(monkeypatch: pytest.MonkeyPatch, wrap: Callable[[IoEngine], IoEngine]) -> None:

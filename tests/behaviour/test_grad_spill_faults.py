@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from infinity.io.native import NativeEngine
 from infinity.planner import plan_training
 from infinity.tiers.copies import State
 from tests import prepared
-from tests.behaviour.disks import FailingDisk, swap_on
+from tests.behaviour.disks import FailingDisk, mounted, swap_on
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import Placement, Recipe, batches, least_memory, loss_of, tiny_llama
 from tests.behaviour.test_grad_spill import spilling
@@ -200,21 +199,15 @@ def test_a_drive_without_room_for_the_gradients_is_refused_with_the_numbers(
 
 def test_a_full_disk_is_refused_with_what_is_needed_and_what_is_free(tmp_path) -> None:
     recipe = Recipe("fp32", clipping=0.5)
-    mount = tmp_path / "small"
-    mount.mkdir()
-    config = recipe.config(spilling(recipe, mount))
+    config = recipe.config(spilling(recipe, tmp_path))
+    config["tiering"]["nvme"] = [{"path": str(tmp_path / "small")}]
     needed = plan_training(tiny_llama(), load_config(config)).nvme_bytes
-    mounting = ["mount", "-t", "tmpfs", "-o", f"size={needed - 4096}", "tmpfs", str(mount)]
-    if subprocess.run(mounting, check=False, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
+    with mounted(tmp_path / "small", f"size={needed - 4096}") as mount:
         with pytest.raises(
             infinity.StorageError, match=rf"cannot reserve {needed} bytes .*; {needed - 4096} bytes are free"
         ):
             infinity.initialize(model=tiny_llama(), config=config)
         assert not list(mount.iterdir())
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 # Checksums #

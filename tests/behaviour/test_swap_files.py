@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.tiers.swap_file import adopt_owned, create_owned
+from tests.behaviour.disks import mounted
 from tests.behaviour.reference import Placement, Recipe, batches, loss_of, tiny_gpt2
 from tests.prepared import Child, run
 
@@ -124,36 +124,20 @@ def test_swap_files_are_private_and_reserved(tmp_path) -> None:
 
 def test_a_path_without_permission_is_named(tmp_path) -> None:
     """Root may write anywhere, so the file system itself must refuse."""
-    mount = tmp_path / "readonly"
-    mount.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(mount)], check=False, capture_output=True
-    ).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
+    with mounted(tmp_path / "readonly", "ro") as mount:
         config = RECIPE.config(Placement("nvme", "nvme", mount))
         with pytest.raises(infinity.StorageError, match="cannot create a swap file here") as refused:
             infinity.initialize(model=tiny_gpt2(), config=config)
         assert refused.value.errno == errno.EROFS
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_a_full_disk_is_refused_at_the_start_and_leaves_nothing(tmp_path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(mount)], check=False, capture_output=True
-    ).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
+    with mounted(tmp_path / "small", "size=128k") as mount:
         config = RECIPE.config(Placement("nvme", "nvme", mount))
         with pytest.raises(infinity.StorageError, match=r"cannot reserve \d+ bytes.*bytes are free") as refused:
             infinity.initialize(model=tiny_gpt2(), config=config)
         assert refused.value.errno == errno.ENOSPC
         assert not list(mount.iterdir())
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_a_capacity_that_is_too_small_is_refused(tmp_path) -> None:

@@ -80,7 +80,6 @@ def test_a_result_has_rates_cpu_and_latency_under_load(tmp_path, capsys) -> None
     assert mixed["op"] == "mixed"
     assert set(mixed["latency"]) == {"read", "write"}
     assert mixed["latency"]["read"]["samples"] == 2 * 64  # two runs over half the file
-    assert mixed["latency"]["read"]["p50_s"] > 0
     assert "p99_s" not in mixed["latency"]["read"]  # of 128 blocks it would be one
     assert mixed["iops"]["median"] == pytest.approx(mixed["bytes_per_s"]["median"] / (128 << 10))
     assert mixed["verified_bytes"] == 8 * MIB
@@ -89,6 +88,11 @@ def test_a_result_has_rates_cpu_and_latency_under_load(tmp_path, capsys) -> None
     parts = mixed["cpu_parts_s_per_gb"]
     assert parts["caller"] + parts["engine"] > 0
     assert mixed["queue_depth"] == 32  # training's own
+    for result in (mixed, written):
+        rates = result["bytes_per_s"]
+        assert 0 < rates["min"] <= rates["median"] <= rates["max"]
+        assert all(0 < seen["p50_s"] <= seen["p90_s"] for seen in result["latency"].values())
+    assert not list(tmp_path.iterdir())
 
 
 def test_several_paths_are_measured_together_too(tmp_path, capsys) -> None:
@@ -111,7 +115,7 @@ def test_a_configuration_says_how_training_does_it(tmp_path, capsys) -> None:
     drive.mkdir()
     aio = {"block_size": "256KiB", "queue_depth": 4}
     config.write_text(json.dumps({"train_batch_size": 1, "aio": aio, "tiering": {"nvme": [{"path": str(drive)}]}}))
-    options = ("--size", "8MiB", "--runs", "1", "--op", "read", "--json")
+    options = ("--size", "8MiB", "--runs", "1", "--op", "randread", "--json")
     assert main(["bench-io", "--config", str(config), *options, "--backend", "threads"]) == 0
     (result,) = lines(capsys)
     assert (result["block_size_bytes"], result["queue_depth"]) == (256 << 10, 4)
@@ -135,6 +139,14 @@ def test_what_goes_through_the_page_cache_is_said(tmp_path, capsys) -> None:
         (("--resume", "x"), "add --sweep"),
         (("--sweep", "--verify"), "cannot be combined"),
         (("--runs", "0"), "at least 1"),
+        (("--size", "900TiB"), "would fill the drive"),
+        (("--size", "1MiB"), "too small"),
+        (("--op", "erase"), "choose one of read, write, mixed, randread"),
+        (("--backend", "libaio"), "does not exist"),
+        (("--queue-depth", "0"), "--queue-depth is 0"),
+        (("--path", "/does/not/exist"), "cannot use this path"),
+        (("--path", "/tmp", "--path", "/tmp/."), "--path has /tmp twice: give each directory once"),
+        (("--sweep", "--write-config", "/does/not/exist.json"), "there is no such directory"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(options, words, tmp_path, capsys) -> None:

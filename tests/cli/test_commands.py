@@ -274,47 +274,6 @@ def test_bad_configurations_are_one_clear_line(changes, message, workspace, caps
     assert not list((workspace / "swap").iterdir())
 
 
-def test_bench_io_measures_and_cleans_up(tmp_path, capsys) -> None:
-    options = ["--path", str(tmp_path), "--size", "32MiB", "--runs", "2", "--block-size", "256KiB"]
-    assert (
-        main(["bench-io", *options, "--json", "--op", "read", "--op", "write", "--op", "mixed", "--op", "randread"])
-        == 0
-    )
-    results = lines(capsys.readouterr().out)
-    assert [result["op"] for result in results] == ["read", "write", "mixed", "randread"]
-    for result in results:
-        rates = result["bytes_per_s"]
-        assert 0 < rates["min"] <= rates["median"] <= rates["max"]
-        assert all(0 < seen["p50_s"] <= seen["p90_s"] for seen in result["latency"].values())
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("backend", ["threads", "aiofiles"])
-def test_bench_io_runs_every_backend(backend, tmp_path, capsys) -> None:
-    options = ["--path", str(tmp_path), "--size", "16MiB", "--runs", "1", "--block-size", "128KiB", "--op", "mixed"]
-    assert main(["bench-io", *options, "--backend", backend]) == 0
-    assert backend in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--size", "900TiB"], "would fill the drive"),
-        (["--op", "erase"], "choose one of read, write, mixed, randread"),
-        (["--backend", "libaio"], "does not exist"),
-        (["--queue-depth", "0"], "--queue-depth is 0"),
-        (["--size", "1MiB"], "too small"),
-        (["--path", "/does/not/exist"], "cannot use this path"),
-        (["--path", "/tmp", "--path", "/tmp/."], "--path has /tmp twice: give each directory once"),
-        (["--sweep", "--write-config", "/does/not/exist.json"], "there is no such directory"),
-    ],
-)
-def test_bench_io_refuses_what_cannot_work(options, message, tmp_path, capsys) -> None:
-    assert main(["bench-io", "--path", str(tmp_path), *options]) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_env_tells_what_is_here(tmp_path, capsys) -> None:
     assert main(["env", "--path", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,24 +14,10 @@ from torch.distributed.run import config_from_args, get_args_parser
 from torch.numa.binding import AffinityMode
 
 from infinity.cli.main import main
-from tests.cli.test_commands import ROOT, lines, train, train_arguments, workspace, write_config
-from tests.integrations.processes import ranks
+from tests.cli.test_commands import lines, train, train_arguments, workspace, write_config
+from tests.integrations.processes import ranks, run
 
 __all__ = ["workspace"]  # a fixture
-
-TIMEOUT_S = 180
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "infinity.cli.main", "run", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=TIMEOUT_S,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=False,
-    )
 
 
 def test_two_ranks_train_as_one_process_with_twice_the_micro_batches(workspace, capsys) -> None:

@@ -30,6 +30,7 @@ from infinity.checkpoint.export import plan_shards
 from infinity.cli.main import main
 from infinity.integrations import pretrained_model
 from infinity.integrations.pretrained import pretrained_shape
+from tests.behaviour.disks import mounted
 from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of, tiny_gpt2, tiny_llama
 from tests.checkpoint.common import run
 
@@ -304,11 +305,7 @@ def test_a_model_without_a_configuration_is_saved_as_tensors(tmp_path) -> None:
 
 
 def test_a_failed_export_leaves_the_old_one(tmp_path) -> None:
-    disk = tmp_path / "small"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "x", str(disk)], check=False).returncode:
-        pytest.skip("mounting a filesystem needs root")
-    try:
+    with mounted(tmp_path / "small", "size=500k") as disk:
         with engine_of(tiny_gpt2()) as engine:
             engine.save_16bit_model(disk)
             before = (disk / "model.safetensors").read_bytes()
@@ -317,8 +314,6 @@ def test_a_failed_export_leaves_the_old_one(tmp_path) -> None:
                 engine.save_16bit_model(disk)
         assert (disk / "model.safetensors").read_bytes() == before
         assert not (disk / ".tmp-export").exists()
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_shards_hold_every_tensor_once_and_respect_their_size() -> None:

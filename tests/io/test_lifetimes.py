@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -124,11 +125,17 @@ def in_forked_child(action: Callable[[], object]) -> int:
 def test_a_forked_child_cannot_wait_for_its_parents_request(backend, arena, tmp_path) -> None:
     engine = open_engine(IoOptions(block_size_bytes=4096, queue_depth=1, threads=1), backend)
     file = engine.open(tmp_path / "f", create=True, size_bytes=32 * MIB)
-    with arena.lease(32 * MIB) as lease:
+
+    def refused() -> bool:
+        """Whether the last of four requests was still under way when the child asked: else it has a result there."""
         futures = [engine.write(file, 0, lease.span(0, 8 * MIB)) for _ in range(4)]
-        assert not futures[-1].done()
-        assert in_forked_child(futures[-1].result) == 0
+        code = in_forked_child(futures[-1].result)
         assert [future.result() for future in futures] == [8 * MIB] * 4
+        assert code in (0, 1)
+        return code == 0
+
+    with arena.lease(32 * MIB) as lease:
+        assert any(refused() for _ in range(20))
     file.close()
     engine.close()
 
@@ -230,9 +237,9 @@ print("verified")
 @pytest.mark.parametrize("backend", NATIVE)
 def test_an_ordinary_user_with_little_locked_memory(backend, tmp_path) -> None:
     """32 MiB of buffers and a limit of 8: registration is refused and said so, the I/O works."""
-    for parent in (tmp_path, *tmp_path.parents):
-        if parent.owner() == "root" and parent.is_relative_to("/tmp"):
-            parent.chmod(parent.stat().st_mode | 0o711)
+    temporary = Path(tempfile.gettempdir()).resolve()
+    for parent in (parent for parent in tmp_path.parents if temporary in parent.parents):  # those that pytest made
+        parent.chmod(parent.stat().st_mode | 0o711)
     tmp_path.chmod(0o777)
     script = _ORDINARY.format(root=str(ROOT), backend=backend, path=str(tmp_path / "f"))
     done = prepared.run(["-c", script], timeout=60)
