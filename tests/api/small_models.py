@@ -59,3 +59,10 @@ def reseal(manifest: dict[str, Any], directory: Path) -> None:
     manifest.pop("crc", None)
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
     (directory / "manifest.json").write_text(json.dumps(manifest | {"crc": zlib.crc32(text.encode())}))
+
+
+def flip(path: Path, position: int = -1) -> None:
+    """Change a bit of this byte."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)

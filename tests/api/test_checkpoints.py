@@ -24,7 +24,7 @@ import infinity
 from infinity.checkpoint import Run, convert
 from infinity.checkpoint.identity import first_difference, model_identity
 from infinity.checkpoint.runs import LOCK
-from tests.api.small_models import WIDTH, Heads, engine_of, train, weights
+from tests.api.small_models import WIDTH, Heads, engine_of, flip, train, weights
 from tests.behaviour.ranks import run_ranks
 from tests.behaviour.reference import assert_same_weights
 from tests.prepared import Child
@@ -48,12 +48,6 @@ def save(directory: Path, seed: int = 0, steps: int = 2, model: nn.Module | None
 
 
 # The second pass #
-
-
-def flip(path: Path, position: int = -1) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 MEANWHILE: list[tuple[Callable[[Path], object], str]] = [

@@ -9,12 +9,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import infinity
+from tests.api.small_models import flip, reseal
 from tests.behaviour.reference import Placement, batches, tiny_llama, train_on
 from tests.checkpoint.common import make_engine
 
@@ -24,12 +24,6 @@ def saved(tmp_path) -> Path:
     with make_engine(Placement()) as engine:
         train_on(engine, batches(1))
         return engine.save_checkpoint(tmp_path, tag="good")
-
-
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 def truncate(path: Path) -> None:
@@ -91,13 +85,6 @@ def test_every_flipped_bit_of_a_manifest_is_found(saved) -> None:
                 path.write_bytes(content)
                 with pytest.raises(infinity.CheckpointError, match=r"manifest\.json (is damaged|has format)"):
                     engine.load_checkpoint(saved.parent)
-
-
-def reseal(manifest: dict[str, Any], directory: Path) -> None:
-    """Write a manifest whose checksum is right, as somebody who means harm would."""
-    manifest.pop("crc", None)
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    (directory / "manifest.json").write_text(json.dumps(manifest | {"crc": zlib.crc32(text.encode())}))
 
 
 WTE = "master.transformer.wte.weight"
