@@ -11,7 +11,6 @@ import infinity
 from infinity.io.gds import DeviceReader, HostReader
 from infinity.tiers import SameMemory
 from tests.behaviour.reference import (
-    ARCHITECTURES,
     Placement,
     Recipe,
     Result,
@@ -24,30 +23,6 @@ from tests.behaviour.reference import (
     train_on,
 )
 from tests.behaviour.test_parity import STEPS, in_memory
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize(
-    ("precision", "accumulation", "clipping"), [("bf16", 1, 0.0), ("bf16", 1, 0.5), ("fp32", 4, 0.5)]
-)
-def test_a_discrete_device_gives_the_same_bits(
-    architecture, device, precision, accumulation, clipping, tmp_path
-) -> None:
-    recipe = Recipe(precision, accumulation, clipping, STEPS)
-    placed = train(ARCHITECTURES[architecture](), recipe, Placement(device, device, tmp_path), SameMemory())
-    assert_same_bits(placed, in_memory(architecture, precision, accumulation, clipping))
-
-
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
-@pytest.mark.parametrize("host_memory", ["900KB", "1GiB"])
-def test_tight_device_memory_gives_the_same_bits(clipping, host_memory, tmp_path) -> None:
-    """Room for two blocks on the device, so that units come and go all the time."""
-    recipe = Recipe("bf16", 1, clipping, STEPS)
-    placement = Placement("nvme", "nvme", tmp_path, "64KiB", host_memory)
-    memory = least_device_memory(placement, recipe)
-    placed = train(tiny_llama(), recipe, placement, SameMemory(), device_memory=memory)
-    assert_same_bits(placed, in_memory("llama", "bf16", 1, clipping))
 
 
 def least_device_memory(placement: Placement, recipe: Recipe) -> int:

@@ -17,13 +17,10 @@ from infinity import ConfigError
 from infinity.schedule import on_device
 from infinity.schedule import rules as rules_module
 from infinity.zero.filling import Filling
-from infinity.zero.foresight import Foresight
-from infinity.zero.speculation import Speculation
-from infinity.zero.unit import Unit
 from tests.behaviour.reference import Placement, Recipe, Result, assert_same_bits, batches
 from tests.behaviour.test_speculation import SOMETIMES, middle_norm
 from tests.device import simdev, target
-from tests.device.training import SPEEDS, engine_on, on_cpu, on_cpu_like, tiny, train_over
+from tests.device.training import SPEEDS, engine_on, on_cpu, on_cpu_like, speculates_always, tiny, train_over
 
 STEPS = 6
 FEW = 3  # one before states come to the device, and two after it
@@ -66,14 +63,7 @@ def test_any_order_of_moving_states_to_the_device_and_back_has_the_same_bits(
     ahead: list[int] = []
     if recipe.clipping == SOMETIMES:
         recipe = replace(recipe, clipping=middle_norm("gpt2", recipe.precision, recipe.accumulation))
-        speculate = Speculation.speculate
-
-        def counted(self: Speculation, row: Unit, *rest: Any) -> None:
-            ahead.append(row.index)
-            speculate(self, row, *rest)
-
-        monkeypatch.setattr(Foresight, "speculates", True)
-        monkeypatch.setattr(Speculation, "speculate", counted)
+        ahead = speculates_always(monkeypatch)
     sometimes = recipe.clipping not in (0.0, 0.5)
     chance = random.Random(f"{recipe}{tier}")
     data = batches(recipe.steps * recipe.accumulation)

@@ -12,12 +12,10 @@ from infinity.errors import CapacityError
 from infinity.schedule import on_device
 from infinity.zero import filling
 from infinity.zero.foresight import Foresight
-from infinity.zero.speculation import Speculation
-from infinity.zero.unit import Unit
 from tests.behaviour.reference import Placement, Recipe, assert_same_bits, named_budget
 from tests.behaviour.test_speculation import SOMETIMES, middle_norm
 from tests.device import target
-from tests.device.training import SPEEDS, engine_on, on_cpu_like, tiny, train_here, train_on_device
+from tests.device.training import SPEEDS, engine_on, on_cpu_like, speculates_always, tiny, train_here, train_on_device
 
 STEPS = 5
 
@@ -56,15 +54,7 @@ def least_memory(accumulation: int) -> int:
 def test_the_bits_are_those_of_the_cpu(
     params, states, keeps, clipping, accumulation, speed, tmp_path, monkeypatch
 ) -> None:
-    ahead: list[int] = []
-    speculate = Speculation.speculate
-
-    def counted(self: Speculation, row: Unit, *rest: object) -> None:
-        ahead.append(row.index)
-        speculate(self, row, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Foresight, "speculates", True)
-    monkeypatch.setattr(Speculation, "speculate", counted)
+    ahead = speculates_always(monkeypatch)
     clipping = middle_norm("gpt2", "bf16", accumulation) if clipping == SOMETIMES else clipping
     recipe = Recipe("bf16", accumulation, clipping, STEPS)
     # Crash-consistent steps double-buffer the states in memory, too; the others keep an undo log, if it has room.

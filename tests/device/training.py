@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from functools import cache
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import infinity
+from infinity.zero.foresight import Foresight
+from infinity.zero.speculation import Speculation
+from infinity.zero.unit import Unit
 from tests.behaviour.reference import (
     ARCHITECTURES,
     Placement,
@@ -72,3 +77,17 @@ def on_cpu(architecture: str, precision: str, accumulation: int, clipping: float
 
 def on_cpu_like(recipe: Recipe, architecture: str = "gpt2") -> Result:
     return on_cpu(architecture, recipe.precision, recipe.accumulation, recipe.clipping, recipe.steps)
+
+
+def speculates_always(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have updates be speculative in every step; returns a list that grows by the unit of each."""
+    ahead: list[int] = []
+    speculate = Speculation.speculate
+
+    def counted(self: Speculation, row: Unit, *rest: Any) -> None:
+        ahead.append(row.index)
+        speculate(self, row, *rest)
+
+    monkeypatch.setattr(Foresight, "speculates", True)
+    monkeypatch.setattr(Speculation, "speculate", counted)
+    return ahead
