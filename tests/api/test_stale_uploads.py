@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
-import infinity
 from infinity.config import NvmeConfig
 from infinity.io import IoOptions, Priority
 from infinity.memory import Arena, Budget
@@ -29,10 +24,6 @@ from infinity.tiers import (
     open_swap,
 )
 from infinity.tiers.copies import State
-from tests.behaviour.ranks import run_ranks
-from tests.behaviour.reference import LR, WEIGHT_DECAY, Placement, Recipe, named_budget
-
-WIDTH, DEPTH = 32, 6
 
 
 class LateLink(SameMemory):
@@ -193,101 +184,3 @@ def test_closing_waits_for_copies_under_way(params) -> None:
     upload = upload_of(params, 0)
     params.close()
     assert upload.transfer.done()
-
-
-# Training #
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(x).relu()
-
-
-class StochasticDepth(nn.Module):
-    """A micro-batch goes through some of the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor, skipped: set[int]) -> torch.Tensor:
-        for index, block in enumerate(self.blocks):
-            if index not in skipped:
-                x = block(x)
-        return x.square().mean()
-
-
-SKIPPED = [set(), {2, 3}, set(), {1, 2, 3}, set(), {4, 5}, {3}, set(), set(), {2, 3, 4}, set(), {1, 2, 3, 4, 5}]
-
-
-def build() -> tuple[nn.Module, list[torch.Tensor]]:
-    torch.manual_seed(0)
-    return StochasticDepth(), list(torch.randn(2 * len(SKIPPED), 4, WIDTH))
-
-
-def plainly(size: int) -> nn.Module:
-    model, data = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
-    for index, skipped in enumerate(SKIPPED):
-        for x in data[index * size : (index + 1) * size]:
-            (model(x, skipped) / (2 * size)).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
-
-
-def train(config: dict[str, Any], link: Link | None = None, rank: int = 0, size: int = 1) -> dict[str, torch.Tensor]:
-    model, data = build()
-    with infinity.initialize(model=model, config=config, link=link)[0] as engine:
-        for x, skipped in zip(data[rank::size], SKIPPED, strict=False):
-            engine.backward(engine(x, skipped))
-            engine.step()
-        return dict(engine.named_parameters())
-
-
-def assert_trained(weights: dict[str, torch.Tensor], size: int = 1) -> None:
-    expected = plainly(size).state_dict()
-    assert weights.keys() == expected.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-
-
-def config_of(path: Path, home: str, schedule: str, device_memory: int | str) -> dict[str, Any]:
-    clipping = 0.0 if schedule == "backward" else 1e9
-    config = Recipe(accumulation=2, clipping=clipping).config(Placement(home, home, path, "16KiB", schedule=schedule))
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    config["tiering"]["device_memory"] = device_memory
-    return config
-
-
-@pytest.mark.parametrize("home", ["cpu", "nvme"])
-@pytest.mark.parametrize("schedule", ["backward", "deferred", "barrier"])
-@pytest.mark.parametrize("link", LINKS)
-def test_a_unit_that_was_prefetched_and_not_used_is_trained(link, schedule, home, tmp_path) -> None:
-    """Stochastic depth on a device with room for three of the blocks."""
-    with pytest.raises(infinity.CapacityError) as refused:
-        train(config_of(tmp_path, home, schedule, 1), SameMemory())
-    room = named_budget(refused.value) * 3 // 2
-    assert_trained(train(config_of(tmp_path, home, schedule, room), LINKS[link]()))
-
-
-def train_here(configs: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
-    return [train(config, None, dist.get_rank(), dist.get_world_size()) for config in configs]
-
-
-def test_so_it_is_on_several_ranks(tmp_path) -> None:
-    """Where the shards come and go beside what is gathered of them."""
-    (tmp_path / "swap").mkdir()
-    configs = [
-        config_of(tmp_path / "swap", home, schedule, "auto")
-        for home in ("cpu", "nvme")
-        for schedule in ("backward", "deferred")
-    ]
-    for of_rank in run_ranks(2, train_here, configs, path=tmp_path):
-        for weights in of_rank:
-            assert_trained(weights, 2)
