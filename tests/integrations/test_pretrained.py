@@ -31,8 +31,16 @@ from infinity.cli.main import main
 from infinity.integrations import pretrained_model
 from infinity.integrations.pretrained import pretrained_shape
 from tests.behaviour.disks import mounted
-from tests.behaviour.reference import ARCHITECTURES, Placement, Recipe, batches, loss_of, tiny_gpt2, tiny_llama
-from tests.checkpoint.common import run
+from tests.behaviour.reference import (
+    ARCHITECTURES,
+    Placement,
+    Recipe,
+    batches,
+    loss_of,
+    tiny_gpt2,
+    tiny_llama,
+    train_on,
+)
 
 
 def tiny_qwen(seed: int = 0) -> nn.Module:
@@ -91,14 +99,14 @@ def test_training_from_a_directory_is_training_from_the_model(name, placement, t
     swap.mkdir()
     config = BF16.config(Placement(placement, placement, swap))
     with infinity.initialize(model=model, config=config)[0] as engine:
-        expected = run(engine, batches(5))
+        expected = train_on(engine, batches(5))
         weights = dict(engine.named_parameters())
     torch.manual_seed(99)
     engine, optimizer, _, _ = infinity.from_pretrained(path, config)
     with engine:
         assert type(engine.module) is type(model)
         assert optimizer is engine.optimizer
-        assert run(engine, batches(5)) == expected
+        assert train_on(engine, batches(5)) == expected
         for key, value in engine.named_parameters():
             assert torch.equal(value, weights[key]), key
 
@@ -140,7 +148,7 @@ def test_a_model_may_be_changed_before_it_is_placed(tmp_path) -> None:
     assert all(param.is_meta for param in model.parameters())
     with infinity.initialize(model=model, config=BF16.config(Placement()), weights=weights)[0] as engine:
         before = dict(engine.named_parameters())
-        run(engine, batches(3))
+        train_on(engine, batches(3))
         for name, value in engine.named_parameters():
             assert torch.equal(value, before[name]) == (name == "transformer.wte.weight"), name
 
@@ -256,7 +264,7 @@ def index(directory: Path, content: object) -> None:
 def test_transformers_loads_what_was_saved(name, recipe, tmp_path) -> None:
     model = (BUILDERS | {"mixtral": tiny_mixtral})[name]()
     with engine_of(model, recipe) as engine:
-        run(engine, batches(3))
+        train_on(engine, batches(3))
         assert engine.save_16bit_model(tmp_path / "out", max_shard_size="100KB") == tmp_path / "out"
         weights = dict(engine.named_parameters())
         ids = batches(1, seed=7)[0]
@@ -283,13 +291,13 @@ def test_one_small_file_needs_no_index_and_replaces_an_earlier_export(tmp_path) 
 
 def test_a_saved_model_trains_on(tmp_path) -> None:
     with engine_of(tiny_gpt2()) as engine:
-        run(engine, batches(3))
+        train_on(engine, batches(3))
         engine.save_16bit_model(tmp_path)
         weights = dict(engine.named_parameters())
     with infinity.from_pretrained(tmp_path, BF16.config(Placement()))[0] as engine:
         for name, value in engine.named_parameters():
             assert torch.equal(value, weights[name]), name
-        losses = run(engine, batches(10))
+        losses = train_on(engine, batches(10))
         assert losses[-1] < losses[0]
 
 
@@ -309,7 +317,7 @@ def test_a_failed_export_leaves_the_old_one(tmp_path) -> None:
         with engine_of(tiny_gpt2()) as engine:
             engine.save_16bit_model(disk)
             before = (disk / "model.safetensors").read_bytes()
-            run(engine, batches(2))
+            train_on(engine, batches(2))
             with pytest.raises(infinity.StorageError, match="No space left"):
                 engine.save_16bit_model(disk)
         assert (disk / "model.safetensors").read_bytes() == before
