@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import re
 import sys
 import tempfile
 import time
@@ -25,11 +24,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from torch import nn
 
 import infinity
-from infinity.config import parse_size
-from tests.behaviour.reference import Placement, Recipe, batches
+from tests.behaviour.reference import Placement, Recipe, batches, least_memory
 from tests.device import simdev
 from tests.device.training import engine_on, tiny, train_over
 
@@ -89,19 +86,6 @@ def draw(random_: random.Random, steps: int) -> Round:
     )
 
 
-def least(ask: Any, key: str, extra: int) -> int:
-    """The smallest budget that is not refused, which the refusal names, and this much more."""
-    try:
-        ask()
-    except infinity.CapacityError as error:
-        named = rf"(?:{key}|raise it|raise device_memory) to (\S+?)(?: bytes)?(?: \(\S+\))? or more"
-        found = re.search(named, str(error))
-        if found is not None:
-            return parse_size(found[1]) + extra
-        raise
-    raise AssertionError(f"one byte of {key} was not refused")
-
-
 def engine_for(drawn: Round, swap: Path, seed: int, device: str) -> infinity.Engine:
     model: Any = tiny(drawn.architecture, seed)
     if drawn.checkpointing:
@@ -109,24 +93,23 @@ def engine_for(drawn: Round, swap: Path, seed: int, device: str) -> infinity.Eng
     recipe = drawn.recipe()
     if device == "cpu":
         return engine_on("cpu", model, recipe, Placement())
-    placement = Placement(drawn.params, drawn.optimizer, swap, "64KiB")
-
-    def on_device(model: nn.Module, **budgets: Any) -> infinity.Engine:
-        config = recipe.config(placement)
-        config["tiering"] |= tiering | budgets
-        if drawn.optimizer != "none":
-            config["zero_optimization"]["offload_optimizer"]["ratio"] = drawn.ratio
-        return infinity.initialize(model=model, config=config, device="simdev")[0]
-
+    config = recipe.config(Placement(drawn.params, drawn.optimizer, swap, "64KiB"))
     tiering = drawn.tiering | {"nvme": [{"path": str(swap)}]}
     extra = tiering.pop("device_memory")
+    config["tiering"] |= tiering
+    if drawn.optimizer != "none":
+        config["zero_optimization"]["offload_optimizer"]["ratio"] = drawn.ratio
+
+    def allow(key: str, extra: int) -> None:
+        """The least budget, and this much more."""
+        least = least_memory(tiny(drawn.architecture), config, key, device="simdev")
+        config["tiering"][key] = least + extra
+
     if extra is not None and drawn.params != "none":
-        ask = lambda: on_device(tiny(drawn.architecture), device_memory=1)  # noqa: E731
-        tiering["device_memory"] = least(ask, "tiering.device_memory", extra)
+        allow("device_memory", extra)
     if drawn.tight_host and "nvme" in (drawn.params, drawn.optimizer):
-        ask = lambda: on_device(tiny(drawn.architecture), host_memory=1)  # noqa: E731
-        tiering["host_memory"] = least(ask, "tiering.host_memory", 200_000)
-    return on_device(model)
+        allow("host_memory", 200_000)
+    return infinity.initialize(model=model, config=config, device="simdev")[0]
 
 
 def losses_of(drawn: Round, path: Path, device: str) -> list[float]:

@@ -23,7 +23,7 @@ import torch
 
 import infinity
 from benchmarks.overhead import Blocks, config_of
-from tests.behaviour.reference import named_budget
+from tests.behaviour.reference import least_memory
 
 ROOT = str(Path(infinity.__file__).parent)
 WIDTH = 64
@@ -47,11 +47,9 @@ class Trace:
 
 def traced_step(blocks: int, path: str) -> Trace:
     config = config_of(path, "nvme")
-    config["tiering"] |= {"host_memory": 1, "tile_size": "64KiB"}
-    try:
-        infinity.initialize(model=Blocks(blocks, WIDTH), config=config, device="cpu")
-    except infinity.CapacityError as refusal:
-        config["tiering"]["host_memory"] = named_budget(refusal) + 4 * WIDTH * (WIDTH + 1) * blocks // 3
+    config["tiering"]["tile_size"] = "64KiB"
+    least = least_memory(Blocks(blocks, WIDTH), config, device="cpu")
+    config["tiering"]["host_memory"] = least + 4 * WIDTH * (WIDTH + 1) * blocks // 3
     trace = Trace()
     x = torch.randn(2, WIDTH, requires_grad=True)
     with infinity.initialize(model=Blocks(blocks, WIDTH), config=config, device="cpu")[0] as engine:
