@@ -153,11 +153,11 @@ def calls_in_two_groups() -> int:
     """Each process group counts its own calls, and goes on counting when a second engine uses it."""
     rank = dist.get_rank()
     groups = [dist.new_group([0]), dist.new_group([0, 1])]
-    several = Ranks.of_group(groups[1], TIMEOUT_S)
+    several = Ranks.of_group(groups[1])
     if rank == 0:
         Ranks.of_group(groups[0]).together("a call of one rank")
-    again = Ranks.of_group(groups[1], TIMEOUT_S)
-    for ranks in (several, again, Ranks.of_group(timeout_s=TIMEOUT_S), several):
+    again = Ranks.of_group(groups[1])
+    for ranks in (several, again, Ranks.of_group(), several):
         ranks.together("a call")
     return again.neighbours
 
