@@ -118,7 +118,10 @@ def test_blocks_are_timed_under_load(backend, tmp_path) -> None:
 
 @pytest.mark.skipif(not set(BACKENDS) - {"aiofiles"}, reason="the extension is not built")
 def test_what_is_stamped_agrees_with_the_clock(tmp_path) -> None:
-    """One block at a time: the sum of their times is the time that passed, but for what happens between them."""
+    """One block at a time: the sum of their times is the time that passed, but for what happens between them.
+
+    Which is little in one of several runs: a busy machine may hold the caller between two blocks.
+    """
     options = IoOptions(MIB, 1, 1)
     with (
         random_memory(ring_bytes(options)) as buffers,
@@ -126,9 +129,12 @@ def test_what_is_stamped_agrees_with_the_clock(tmp_path) -> None:
         BenchSession(path, 64 * MIB, "threads", options, buffers) as session,
     ):
         session.fill()
-        run = session.run("read", passes=2)
-    busy_s = sum(taken_s * count for taken_s, count in run.latencies.read.counts)
-    assert 0.4 * run.seconds < busy_s <= run.seconds * 1.02
+        shares = []
+        while not shares or (shares[-1] <= 0.4 and len(shares) < 20):
+            run = session.run("read", passes=2)
+            shares.append(sum(taken_s * count for taken_s, count in run.latencies.read.counts) / run.seconds)
+    assert max(shares) <= 1.02
+    assert shares[-1] > 0.4, shares
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
