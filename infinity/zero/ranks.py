@@ -70,7 +70,8 @@ class Pending:
                     return
                 except RuntimeError:
                     if self._work.is_completed():
-                        raise
+                        self._work.wait()  # raises its own error, if it has one: it may have ended just after the look
+                        return
                     if left_s <= _LOOK_S:
                         abandon()
                         self._ranks.note_loss()

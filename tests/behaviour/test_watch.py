@@ -231,6 +231,25 @@ def test_after_a_rank_was_waited_for_in_vain_no_other_wait_takes_long(monkeypatc
         watch.close()
 
 
+class _EndsAfterLook:
+    """A collective that ends when the first look at it has timed out."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._looks += 1
+        if self._looks == 1:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_just_after_a_look_has_not_failed() -> None:
+    Pending(Ranks(size=2), "an agreement", _EndsAfterLook()).wait()
+
+
 class _Never:
     """A collective to which another rank does not come. Like torch's, it has no timeout below a millisecond."""
 
