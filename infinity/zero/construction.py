@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
-import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from infinity.config import Config, load_config
 from infinity.config.load import ConfigSource
@@ -29,8 +27,7 @@ from infinity.zero.ranks import world_size
 
 FILE_BYTES = 256 << 10  # smaller parameters stay in memory: a mapping for each would cost more than it saves
 
-# By identity, because tensors compare element by element.
-_made: dict[int, weakref.ref[nn.Parameter]] = {}
+_made = WeakTensorKeyDictionary()  # parameters that modules took inside of an `Init`; used as a set
 
 
 class Init:
@@ -68,34 +65,25 @@ class Init:
 
     def __enter__(self) -> None:
         if self._enabled:
-            self._undo.enter_context(_construct_in_files(self._directory))
+            self._undo.enter_context(register_module_parameter_registration_hook(self._adopt))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._undo.close()
 
+    @torch.no_grad()
+    def _adopt(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if type(param) is not nn.Parameter or made_in_files(param):
+            return
+        _made[param] = None
+        if _can_move(param):
+            param.data = _in_file(param.detach(), self._directory, f"{type(module).__name__}.{name}", param.dtype)
+
 
 def made_in_files(param: nn.Parameter) -> bool:
     """Whether a module took the parameter inside of an `Init`."""
-    made = _made.get(id(param))
-    return made is not None and made() is param
-
-
-@contextmanager
-def _construct_in_files(directory: Path | None) -> Iterator[None]:
-    """See `Init`. A directory of None means the system's directory for temporary files."""
-
-    def adopt(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if type(param) is not nn.Parameter or made_in_files(param):
-            return
-        _made[id(param)] = weakref.ref(param, partial(_forget, id(param)))
-        if _can_move(param):
-            with torch.no_grad():
-                param.data = _in_file(param.detach(), directory, f"{type(module).__name__}.{name}", param.dtype)
-
-    with register_module_parameter_registration_hook(adopt):
-        yield
+    return param in _made
 
 
 @torch.no_grad()
@@ -107,10 +95,6 @@ def convert(param: nn.Parameter, dtype: torch.dtype, directory: Path | None, nam
     """
     values = param.detach()
     param.data = _in_file(values, directory, name, dtype) if _can_move(param) else values.to(dtype)
-
-
-def _forget(key: int, _: object) -> None:
-    _made.pop(key, None)
 
 
 def _can_move(param: nn.Parameter) -> bool:
