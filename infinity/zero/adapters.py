@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -27,11 +29,11 @@ def name_before_wrapping(name: str) -> str:
     return ".".join(parts)
 
 
-def lora_rule(model: nn.Module, name: str) -> str | None:
-    """Return how a LoRA parameter of PEFT is initialised: "zeros", "normal", "uniform" or "gaussian".
+def lora_rule(model: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return the function that initialises a LoRA parameter of PEFT; None for any other parameter.
 
-    Return None for any other parameter. If the base is on the meta device, PEFT puts the adapters on it, too. Only the
-    configuration of PEFT then says how they are initialised.
+    If the base is on the meta device, PEFT puts the adapters on it, too. Only the configuration of PEFT then says how
+    they are initialised.
 
     Raises:
         ConfigError: the configuration requires values that are computed from the base.
@@ -50,10 +52,14 @@ def lora_rule(model: nn.Module, name: str) -> str | None:
             "with values can follow: choose True or 'gaussian', or build the base in memory or under infinity.zero.Init"
         )
     if parts[place] == "lora_embedding_B":
-        return "normal"
+        return nn.init.normal_
     if parts[place] != "lora_A":
-        return "zeros"
-    return "uniform" if rule is True else "gaussian"
+        return nn.init.zeros_
+    return partial(nn.init.kaiming_uniform_, a=math.sqrt(5)) if rule is True else _gaussian
+
+
+def _gaussian(values: torch.Tensor) -> torch.Tensor:
+    return nn.init.normal_(values, std=1 / len(values))
 
 
 def asks_for_names(caller: FrameType) -> bool:
@@ -73,13 +79,4 @@ def is_unmerged(model: nn.Module, name: str) -> bool:
 def lora_values(model: nn.Module, name: str, shape: torch.Size) -> torch.Tensor | None:
     """Return the first values of a LoRA parameter of PEFT; None for any other parameter."""
     rule = lora_rule(model, name)
-    if rule is None:
-        return None
-    values = torch.zeros(shape, dtype=torch.float32, device="cpu")
-    if rule == "normal":
-        nn.init.normal_(values)
-    elif rule == "gaussian":
-        nn.init.normal_(values, std=1 / shape[0])
-    elif rule == "uniform":
-        nn.init.kaiming_uniform_(values, a=math.sqrt(5))
-    return values
+    return None if rule is None else rule(torch.empty(shape, dtype=torch.float32, device="cpu"))
