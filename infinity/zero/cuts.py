@@ -24,9 +24,6 @@ class _Gradient:
 
     sum: torch.Tensor | None = None
 
-    def add(self, grad: torch.Tensor) -> None:
-        self.sum = grad if self.sum is None else self.sum + grad
-
 
 class Cuts:
     """The cuts in the graph of one forward pass. A tensor belongs to the round in which it was cut first."""
@@ -49,7 +46,7 @@ class Cuts:
                 self._aliases[value] = alias
                 self._by_round[round_index].append((_end(value), gradient))
             return alias
-        if isinstance(value, dict) and type(value) is dict:
+        if type(value) is dict:
             return {key: self.cut(round_index, item) for key, item in value.items()}
         if type(value) in (tuple, list):
             return type(value)(self.cut(round_index, item) for item in value)
@@ -96,7 +93,8 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        ctx.gradient.add(grad)
+        before = ctx.gradient.sum
+        ctx.gradient.sum = grad if before is None else before + grad
         return None, None, None
 
 
