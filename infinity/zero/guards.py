@@ -19,7 +19,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import starmap
 from operator import eq
 from typing import Any
@@ -145,23 +145,18 @@ class Guards:
         self._synchronize("model.state_dict()")
         places = self.places(module)
         what = "state_dict", "engine.save_16bit_model and engine.save_checkpoint write one unit at a time"
-        loan = None
-        if self._moves:
-            divided = any(is_distributed(place.param) for place in places)
-            loan = LentParams(self._runtime, places, what, None if divided else _CPU)
-        else:
-            self._make_whole(places)
-        self._saving = True
-        try:
+        with ExitStack() as undo:
+            if self._moves:
+                divided = any(is_distributed(place.param) for place in places)
+                undo.callback(LentParams(self._runtime, places, what, None if divided else _CPU).end)
+            else:
+                self._make_whole(places)
+            undo.enter_context(self.naming())  # torch calls the `state_dict` of each submodule
             yield
-        finally:
-            self._saving = False
-            if loan is not None:
-                loan.end()
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Collect the names of a `state_dict` in this context, on this rank alone. Its entries have no values."""
+        """Collect the entries of a `state_dict` in this context without fetching their values, on this rank alone."""
         before, self._saving = self._saving, True
         try:
             yield
