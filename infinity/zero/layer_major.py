@@ -18,8 +18,8 @@ again to recompute, gets the state that the block had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -130,9 +130,9 @@ class LayerMajorPass(Rounds[MicroBatch, Unit]):
         self._checked = layer_major.checked
         self._losses = [torch.empty(0, dtype=torch.float32)] * len(forwards)
         seeds = torch.randint(2**62, (len(forwards),)).tolist()
-        generators, threads = _Generators(layer_major.device), _ThreadState(layer_major.device)
+        generators = _Generators(layer_major.device)
         self._micro_batches = [
-            MicroBatch(index, threads.carried_over()(forward), generators, seed)
+            MicroBatch(index, _with_thread_state(forward, layer_major.device), generators, seed)
             for index, (forward, seed) in enumerate(zip(forwards, seeds, strict=True))
         ]
 
@@ -190,7 +190,6 @@ class _Generators:
     """The global random number generators of the host and the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self._kinds: list[Any] = [torch.random]  # modules that have them
         if device.type != "cpu":
             self._kinds.append(torch.get_device_module(device))
@@ -210,20 +209,17 @@ class _Generators:
         return states
 
 
-class _ThreadState:
-    """Thread-local state of torch, which a coroutine's thread must copy from the thread that starts it."""
+def _with_thread_state(forward: Forward, device: torch.device) -> Forward:
+    """Return the function for another thread: it runs with the thread-local state of torch that this thread has now."""
+    kinds = {"cpu", device.type}
+    autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    on_stream = carried_stream(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self._autocast = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type}
-        }
-        self._on_stream = carried_stream(device)
-
-    @contextmanager
-    def carried_over(self) -> Iterator[None]:
+    def run() -> torch.Tensor:
         with ExitStack() as stack:
-            for kind, (enabled, dtype) in self._autocast.items():
-                if enabled:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype))
-            stack.enter_context(self._on_stream())
-            yield
+            for kind, dtype in autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            stack.enter_context(on_stream())
+            return forward()
+
+    return run
