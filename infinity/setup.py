@@ -32,9 +32,9 @@ from infinity.zero.agreement import (
     Facts,
     agree,
     configuration_facts,
-    identity_facts,
     model_facts,
     optimizer_facts,
+    plain_values,
     tell_of_machines,
     versions,
 )
@@ -244,7 +244,7 @@ def _agreed_optimizer(
     agree(ranks, topics)
     tell_of_machines(ranks, config)
     alike = {topic: topics[topic] for topic in ("configuration", "model", "optimizer")}
-    return tiered, groups, frozen, alike | {"identity of the model": identity_facts(model_identity(model))}
+    return tiered, groups, frozen, alike | {"identity of the model": plain_values(model_identity(model))}
 
 
 def _check_arguments(model: Any, config: Any, optimizer: Any) -> None:

@@ -11,13 +11,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity import __version__
 from infinity.config import Config, format_size
 from infinity.errors import ConfigError
 from infinity.zero.model_parts import local_part
@@ -48,17 +48,12 @@ _log = logging.getLogger(__name__)
 
 def versions() -> Facts:
     """Return the versions that decide how values are laid out and sent."""
-    found = {"torch": str(torch.__version__)}
-    try:
-        found["infinity"] = version("infinity-tiering")
-    except PackageNotFoundError:  # a checkout that is not installed
-        found["infinity"] = "unknown"
-    return found
+    return {"torch": str(torch.__version__), "infinity": __version__}
 
 
 def configuration_facts(config: Config) -> Facts:
     """Return the configuration's values, except keys that may differ between machines."""
-    return {name: value for name, value in _flat("", config).items() if not name.startswith(_LOCAL)}
+    return {name: value for name, value in plain_values(config).items() if not name.startswith(_LOCAL)}
 
 
 def model_facts(model: nn.Module) -> Facts:
@@ -76,13 +71,8 @@ def optimizer_facts(groups: Sequence[Any], members: Mapping[str, int]) -> Facts:
     """Return the hyper-parameters of each group, which is a mapping or a rule, and the group of each parameter."""
     found: dict[str, Any] = {f"group of `{name}`": index for name, index in members.items()}
     for index, group in enumerate(groups):
-        found |= {f"`{key}` of group {index}": value for key, value in _flat("", group).items() if key != "params"}
+        found |= {f"`{key}` of group {index}": value for key, value in plain_values(group).items() if key != "params"}
     return found
-
-
-def identity_facts(identity: Mapping[str, Any]) -> Facts:
-    """Return a model's identity, see `infinity.checkpoint.identity`, as plain values by name."""
-    return _flat("", identity)
 
 
 def agree(ranks: Ranks, topics: Mapping[str, Facts], advice: str = "") -> None:
@@ -159,7 +149,7 @@ def _difference(here: Facts, first: Facts) -> str:
     return "the order of its values"
 
 
-def _flat(prefix: str, value: Any) -> dict[str, Any]:
+def plain_values(value: Any, prefix: str = "") -> dict[str, Any]:
     """Return plain values by their dotted names; skip other values, such as tensors."""
     if is_dataclass(value):
         value = {one.name: getattr(value, one.name) for one in fields(value)}
@@ -168,7 +158,7 @@ def _flat(prefix: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         found: dict[str, Any] = {}
         for key, item in value.items():
-            found |= _flat(f"{prefix}.{key}" if prefix else str(key), item)
+            found |= plain_values(item, f"{prefix}.{key}" if prefix else str(key))
         return found
     if isinstance(value, (list, tuple)):
         return {prefix: list(value)}
