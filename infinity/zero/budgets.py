@@ -49,15 +49,6 @@ def auto_bytes(free_bytes: int, processes: int) -> int:
     return int(min(AUTO_SHARE * share, share - min(_BESIDE_BYTES, share / 2)))
 
 
-def agreed(split: MemorySplit, *ranks: Ranks) -> MemorySplit:
-    """Return this rank's split with the smallest memory for gradients of these ranks.
-
-    When this memory is full, a unit is updated before all its gradients have arrived, and all ranks take part in that.
-    So it must be full on all ranks at the same time, whatever their budgets are.
-    """
-    return replace(split, grads_bytes=least_of(split.grads_bytes, *ranks))
-
-
 # The memory that is computed in #
 
 
@@ -92,7 +83,7 @@ def device_budgets(sizing: Sizing, config: Config, split: MemorySplit, host: Led
         sums_bytes = split.sums_bytes
     else:
         device = payer = Ledger("device memory", _checked_capacity(sizing, config, free_bytes))
-        others = params.always + sizing.collecting_bytes + share.states + share.grads_least
+        others = _device_fixed_bytes(sizing) + share.grads_least
         moving_bytes = min(device.capacity_bytes - others, params.most)
         sums_bytes = share.sums
     payer.fix("parameters that stay", params.always)
@@ -116,20 +107,19 @@ def _device_fixed_bytes(sizing: Sizing) -> int:
     return sizing.params.computed.always + sizing.collecting_bytes + sizing.device.states
 
 
-def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> tuple[int, int]:
-    """Return the device budget, which is the configured one or the useful part of the free memory, and the minimum."""
-    params, share = sizing.params.computed, sizing.device
-    total = config.tiering.device_memory_bytes
-    if total is None:
-        most = params.most + share.grads_most + min(share.sums, free_bytes // _SUMS_SHARE)
-        total = min(int(AUTO_SHARE * free_bytes), _device_fixed_bytes(sizing) + most)
-    return total, device_least_bytes(sizing)
+def _device_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
+    """Return the device budget: the configured one, or the useful part of the free memory."""
+    if config.tiering.device_memory_bytes is not None:
+        return config.tiering.device_memory_bytes
+    share = sizing.device
+    most = sizing.params.computed.most + share.grads_most + min(share.sums, free_bytes // _SUMS_SHARE)
+    return min(int(AUTO_SHARE * free_bytes), _device_fixed_bytes(sizing) + most)
 
 
 def _checked_capacity(sizing: Sizing, config: Config, free_bytes: int) -> int:
     """Return the device budget, if it is enough."""
     params, share = sizing.params.computed, sizing.device
-    total, least = _device_capacity(sizing, config, free_bytes)
+    total, least = _device_capacity(sizing, config, free_bytes), device_least_bytes(sizing)
     if total >= least:
         return total
     if share.states:
@@ -159,8 +149,7 @@ def fits(sizing: Sizing, config: Config, host_bytes: int, free_bytes: int, *rank
     """
     enough = sizing.host_needs().least_bytes <= host_bytes
     if not sizing.rules.one_memory:
-        total, least = _device_capacity(sizing, config, free_bytes)
-        enough = enough and least <= total
+        enough = enough and device_least_bytes(sizing) <= _device_capacity(sizing, config, free_bytes)
     return least_of(enough, *ranks) > 0
 
 

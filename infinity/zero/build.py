@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import accumulate, chain
 
@@ -47,7 +47,7 @@ from infinity.tiers.run_files import RunFiles
 from infinity.tiers.state_layout import StateLayout
 from infinity.zero.adoption import RunFacts, open_run
 from infinity.zero.agreement import configuration_facts
-from infinity.zero.budgets import DeviceBudgets, agreed, cut_to_fit, device_budgets, fits, free_for_swap, host_capacity
+from infinity.zero.budgets import DeviceBudgets, cut_to_fit, device_budgets, fits, free_for_swap, host_capacity
 from infinity.zero.executor import Executor
 from infinity.zero.gradients import Gradients
 from infinity.zero.groups import Groups, PartialSum
@@ -197,8 +197,10 @@ def build_runtime(
         StorageError: an nvme path cannot be used or does not have the space.
         RankError: one of these on another rank.
     """
-    size = partial(size_up, model, groups, made=made, in_files=in_files)
-    plan = _lay_out(size, config, optimizer, link, ranks, parts)
+    size = partial(
+        size_up, model, groups, optimizer=optimizer, discrete=link.discrete, ranks=ranks, made=made, in_files=in_files
+    )
+    plan = _lay_out(size, config, link, ranks, parts)
     facts = {**(facts or {}), "configuration": configuration_facts(plan.config)}
     share_threads(ranks_on_this_machine(ranks), launches=link.discrete, near=cpus_near(link.device))
     with ExitStack() as undo:  # if a later step fails, free everything acquired so far
@@ -266,9 +268,7 @@ class _Plan:
         return self.groups.all
 
 
-def _lay_out(
-    size: Callable[..., Sizing], config: Config, optimizer: str, link: Link, ranks: Ranks, parts: ModelParts
-) -> _Plan:
+def _lay_out(size: Callable[..., Sizing], config: Config, link: Link, ranks: Ranks, parts: ModelParts) -> _Plan:
     """Decide the units, the division of host memory, and the placement.
 
     Args:
@@ -281,21 +281,19 @@ def _lay_out(
         # The other parts of a divided model would have to choose alike, and may share the drives.
         return 0 if parts.are_several else free_for_swap(config)
 
-    def layout(config: Config) -> Sizing:
-        return size(
-            config, optimizer, discrete=link.discrete, ranks=ranks, device_bytes=free_bytes, drive_bytes=drive_bytes
-        )
-
     def is_enough(sizing: Sizing) -> bool:
         host_bytes = host_capacity(config, sizing.host_needs(), ranks)
         return fits(sizing, config, host_bytes, free_bytes, ranks, parts.ranks)  # all parts compute together
 
+    layout = partial(size, device_bytes=free_bytes, drive_bytes=drive_bytes)
     config, sizing, cut_bytes = cut_to_fit(config, layout, is_enough)
     needs = sizing.host_needs()
     host = Ledger("host memory", host_capacity(config, needs, ranks))
     with _as_one(ranks, parts):
         split = split_memory(needs, host.capacity_bytes, cut_bytes)
-    split = agreed(split, ranks, parts.ranks)
+    # When the memory for gradients is full, a unit is updated before all its gradients have arrived, and all ranks take
+    # part in that. So it must be full on all ranks at the same time, whatever their budgets are.
+    split = replace(split, grads_bytes=least_of(split.grads_bytes, ranks, parts.ranks))
     placement = place(sizing.rules, sizing.specs, sizing.shards, split)
     groups = Groups.of(ranks, sizing.rules.sharding)
     return _Plan(config, sizing, split, placement, groups, host, link, parts)
@@ -332,10 +330,18 @@ def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
     with _as_one(plan.ranks, plan.parts):
         counters = Counters(_open_timeline(plan, undo))
         arena = undo.enter_context(closing(Arena(arena_bytes, pin=plan.link.pinned_for)))
-        swap = _open_disk(plan, undo, run)
+        swap = open_swap(
+            sizing.rules.drives,
+            _io_options(config),
+            config.tiering.io_backend,
+            checksum=config.tiering.checksum,
+            rank=plan.ranks.rank,
+            run=run,
+        )
+        undo.callback(swap.close)
         slots = [arena.lease(sizing.tile_bytes) for _ in range(split.ring_bytes // sizing.tile_bytes)]
         device = device_budgets(sizing, config, split, plan.host, plan.link.free_bytes())  # before any allocation
-    # the same on all ranks, see `agreed`
+    # the same on all ranks, as `grads_bytes` of the split
     device.grads.capacity_bytes = least_of(device.grads.capacity_bytes, plan.ranks, plan.parts.ranks)
     return _Memory(counters, arena, swap, slots, device)
 
@@ -579,20 +585,6 @@ def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> Acti
 def _io_options(config: Config) -> IoOptions:
     aio = config.aio
     return IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
-
-
-def _open_disk(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> SwapSpace:
-    config = plan.config
-    swap = open_swap(
-        plan.sizing.rules.drives,
-        _io_options(config),
-        config.tiering.io_backend,
-        checksum=config.tiering.checksum,
-        rank=plan.ranks.rank,
-        run=run,
-    )
-    undo.callback(swap.close)
-    return swap
 
 
 def _take_over(swap: SwapSpace) -> None:
