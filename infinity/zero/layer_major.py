@@ -65,9 +65,8 @@ class LayerMajor:
         """
         self._pass = micro_batches
         try:
-            return self._pass.run()
+            return micro_batches.run()
         finally:
-            self._pass.close()
             self._pass = None
 
     def entered(self, units: Sequence[Unit]) -> None:
@@ -137,12 +136,11 @@ class LayerMajorPass(Rounds[MicroBatch, Unit]):
         ]
 
     def run(self) -> list[torch.Tensor]:
-        self.go(self._micro_batches)
+        try:
+            self.go(self._micro_batches)
+        finally:
+            abandon(self._micro_batches)  # the forwards that an exception has left waiting
         return self._losses
-
-    def close(self) -> None:
-        """End the forwards that an exception has left waiting."""
-        abandon(self._micro_batches)
 
     def enter(
         self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
