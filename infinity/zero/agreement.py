@@ -96,6 +96,8 @@ def agree(ranks: Ranks, topics: Mapping[str, Facts], advice: str = "") -> None:
         for rank, facts in enumerate(of_ranks)
         if facts[topic] != of_ranks[0][topic]
     ]
+    if not found:
+        return  # for example, 1 and 1.0 have different digests
     more = f" ({len(found) - 3} more such)" if len(found) > 3 else ""
     raise ConfigError(
         f"all ranks must be given the same configuration, model and optimizer, but {'; '.join(found[:3])}{more}{advice}"

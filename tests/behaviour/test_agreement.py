@@ -71,6 +71,7 @@ def refuse_all() -> list[str]:
             infinity.initialize(model=model, config=config)
         told.append(str(refused.value))
     model, config = plain()
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": (1, 1.0)[dist.get_rank()]}}  # the same number
     with infinity.initialize(model=model, config=config)[0] as engine:  # nothing is left of the others
         engine.backward(engine(torch.randn(4, WIDTH)).square().mean())
         engine.step()
