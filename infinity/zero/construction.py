@@ -11,7 +11,6 @@ import errno
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -67,9 +66,7 @@ class Init:
         if self._enabled:
             self._undo.enter_context(register_module_parameter_registration_hook(self._adopt))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._undo.close()
 
     @torch.no_grad()

@@ -35,6 +35,7 @@ from infinity.zero.rounds import Rounds
 from infinity.zero.unit import Unit
 
 Forward = Callable[[], torch.Tensor]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and keyword arguments
 INSTEAD = 'set tiering.accumulation to "micro_batch"'
 
 
@@ -74,9 +75,7 @@ class LayerMajor:
         if self._pass is not None and this_thread.coroutine is not None:
             self._pass.uses(units)
 
-    def _entry(
-        self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _entry(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         if self._pass is None or this_thread.coroutine is None:  # evaluation, or a recomputation inside backward
             return args, kwargs
         return self._pass.enter(block, args, kwargs)
@@ -142,9 +141,7 @@ class LayerMajorPass(Rounds[MicroBatch, Unit]):
             abandon(self._micro_batches)  # the forwards that an exception has left waiting
         return self._losses
 
-    def enter(
-        self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Pause a coroutine at a block until the block's turn, then cut the graph."""
         micro_batch = this_thread.coroutine
         assert isinstance(micro_batch, MicroBatch)

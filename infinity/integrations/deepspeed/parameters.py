@@ -224,10 +224,8 @@ class Init(InFiles):
         if self._enabled:
             self._undo.callback(register_module_parameter_registration_hook(self._take).remove)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         built = [module for reference in self._built.values() if (module := reference()) is not None]
         for module in built:
             for name, param in module.named_parameters(recurse=False):
