@@ -168,17 +168,20 @@ class Engine(Accessors):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         training = torch.is_grad_enabled()
-        if self.config.casts_inputs:
-            args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))
         if self._step.in_backward_now:
             # For example, a hook of a cached contrastive loss calls this. The call is a part of the running pass.
             with self._autocast():
-                return self.module(*args, **kwargs)
+                return self._call_model(*args, **kwargs)
         if training:
             self._check_model()
             self._step.make_room(args, kwargs)
         with self._step.forward(training=training), self._autocast():
-            return self.module(*args, **kwargs)
+            return self._call_model(*args, **kwargs)
+
+    def _call_model(self, *args: Any, **kwargs: Any) -> Any:
+        if self.config.casts_inputs:
+            args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))
+        return self.module(*args, **kwargs)
 
     def _check_model(self) -> None:
         """Check the model before a training forward, and create states for parameters that were unfrozen."""
@@ -333,7 +336,7 @@ class Engine(Accessors):
             )
         self._step.counter.runs_in_one_call = True
         if self._step.layer_major is not None:
-            losses = train_layer_major(self._step, self._step.layer_major, self.module, batches, loss_fn)
+            losses = train_layer_major(self._step, self._step.layer_major, self._call_model, batches, loss_fn)
             self.step()
         else:
             losses = []

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from infinity.errors import InfinityError
 from infinity.zero.layer_major import Forward, LayerMajor, LayerMajorPass, MicroBatch
@@ -51,7 +50,7 @@ def driven(step: Step) -> Iterator[None]:
 
 
 def train_layer_major(
-    step: Step, layer_major: LayerMajor, model: nn.Module, batches: Sequence[Any], loss_fn: LossFn | None
+    step: Step, layer_major: LayerMajor, model: Callable[..., Any], batches: Sequence[Any], loss_fn: LossFn | None
 ) -> list[torch.Tensor]:
     """Run forward and backward of a step: all micro-batches go through a block before the next. Return the losses."""
 

@@ -169,6 +169,22 @@ def test_inputs_are_cast_where_that_is_asked_for(tmp_path) -> None:
         engine(x, rest, scale=0.5)
 
 
+@pytest.mark.parametrize("accumulation", ["micro_batch", "layer"])
+def test_inputs_of_train_batch_are_cast_in_every_order(accumulation, tmp_path) -> None:
+    values = config(Placement("none", "none", tmp_path), auto_cast=True) | {"gradient_accumulation_steps": 2}
+    values["tiering"]["accumulation"] = accumulation
+    rest = {"both": (torch.randn(4, 8), torch.tensor([1, 2])), "name": "as it is"}
+    batch = {"x": torch.randn(4, 8), "rest": rest, "scale": 0.5}
+
+    def loss(output: tuple[torch.Tensor, list[Any]], given: dict[str, Any]) -> torch.Tensor:
+        assert given is batch
+        return output[0].float().square().mean()
+
+    with infinity.initialize(model=Mixed(), config=values)[0] as engine:
+        engine.train_batch([batch, batch], loss)
+        assert engine.global_steps == 1
+
+
 def test_a_scale_that_can_fall_no_more_is_an_error() -> None:
     class Overflowing(nn.Module):
         def __init__(self) -> None:
