@@ -219,32 +219,35 @@ def build_runtime(
         _tell_of_waiting(plan, stores)
         for slot in memory.slots:
             memory.swap.register(slot.span())
-        pipeline = UpdatePipeline(plan.sizing.layout, states, memory.slots, memory.counters, stores.images)
+        pipeline = undo.enter_context(
+            closing(UpdatePipeline(plan.sizing.layout, states, memory.slots, memory.counters, stores.images))
+        )
+        runtime = Runtime(
+            sizing=plan.sizing,
+            groups=plan.groups,
+            executor=_make_executor(plan, model, memory, states, stores, pipeline),
+            params=stores.params,
+            grads=stores.grads,
+            device_grads=stores.device_grads,
+            pipeline=pipeline,
+            states=states,
+            sums=stores.sums,
+            arena=memory.arena,
+            host=plan.host,
+            device=memory.device.ledger,
+            swap=memory.swap,
+            files=stores.files,
+            counters=memory.counters,
+            link=link,
+            loss_norm=Norms(plan.sizing.rules.measured_on_device(1), link),
+            parts=parts,
+            monitor=Monitor(config.monitors, writes=is_first_process()),
+            summed_once=once,
+            in_files=in_files,
+            addresses_stay=addresses_stay(config, discrete=link.discrete),
+        )
         undo.pop_all()
-    return Runtime(
-        sizing=plan.sizing,
-        groups=plan.groups,
-        executor=_make_executor(plan, model, memory, states, stores, pipeline),
-        params=stores.params,
-        grads=stores.grads,
-        device_grads=stores.device_grads,
-        pipeline=pipeline,
-        states=states,
-        sums=stores.sums,
-        arena=memory.arena,
-        host=plan.host,
-        device=memory.device.ledger,
-        swap=memory.swap,
-        files=stores.files,
-        counters=memory.counters,
-        link=link,
-        loss_norm=Norms(plan.sizing.rules.measured_on_device(1), link),
-        parts=parts,
-        monitor=Monitor(config.monitors, writes=is_first_process()),
-        summed_once=once,
-        in_files=in_files,
-        addresses_stay=addresses_stay(config, discrete=link.discrete),
-    )
+    return runtime
 
 
 # Decisions, before anything is acquired #

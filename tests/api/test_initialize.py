@@ -6,6 +6,7 @@ import argparse
 import copy
 import math
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -313,6 +314,20 @@ def test_a_later_phase_that_fails_leaves_the_model_as_it_was(build, tiering, mor
     with pytest.raises(error):
         infinity.initialize(model, config, **more)
     before.assert_unchanged()
+
+
+@pytest.mark.parametrize("part", ["UpdatePipeline", "Executor", "Monitor"])
+def test_a_runtime_that_cannot_be_completed_leaves_no_file_and_no_thread(part, monkeypatch, tmp_path) -> None:
+    def fail(*_: object, **__: object) -> None:
+        assert any(tmp_path.iterdir())
+        raise infinity.InfinityError("on purpose")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(f"infinity.zero.build.{part}", fail)
+    with pytest.raises(infinity.InfinityError, match="on purpose"):
+        infinity.initialize(tiny_llama(), FP32.config(Placement("nvme", "nvme", tmp_path)))
+    assert not any(tmp_path.iterdir())
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("infinity-")]
 
 
 def test_a_model_that_the_engine_refuses_keeps_no_hooks() -> None:
