@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from infinity.config import Config, format_size, size_to_set
 from infinity.errors import CapacityError
@@ -153,19 +152,9 @@ def fits(sizing: Sizing, config: Config, host_bytes: int, free_bytes: int, *rank
     return least_of(enough, *ranks) > 0
 
 
-class Fit(NamedTuple):
-    """A configuration with the size of units that was chosen, and its layout.
-
-    Attributes:
-        cut_bytes: if nothing fits: the least host budget with cut blocks, if it is less than whole blocks need.
-    """
-
-    config: Config
-    sizing: Sizing
-    cut_bytes: int | None = None
-
-
-def cut_to_fit(config: Config, size_up: Callable[[Config], Sizing], fits: Callable[[Sizing], bool]) -> Fit:
+def cut_to_fit(
+    config: Config, size_up: Callable[[Config], Sizing], fits: Callable[[Sizing], bool]
+) -> tuple[Config, Sizing, int | None]:
     """Resolve `tiering.max_unit_size`, and lay the model out with it.
 
     Each part of a block costs a gather and a reduction. So "auto" cuts only if whole blocks do not fit, and takes the
@@ -174,10 +163,14 @@ def cut_to_fit(config: Config, size_up: Callable[[Config], Sizing], fits: Callab
     Args:
         size_up: returns the layout for a configuration.
         fits: returns whether a layout fits on all ranks that compute together, because they must cut alike.
+
+    Returns:
+        (the configuration with the chosen size of units, its layout, None). If nothing fits, the last one is the least
+        host budget with cut blocks, if it is less than whole blocks need.
     """
     whole = size_up(config)
     if config.tiering.max_unit_size_bytes is not None or fits(whole):
-        return Fit(config, whole)
+        return config, whole, None
     units, least_bytes = len(whole.specs), whole.host_needs().least_bytes
     cut_bytes = least_bytes
     limit = whole.largest.nbytes
@@ -190,9 +183,9 @@ def cut_to_fit(config: Config, size_up: Callable[[Config], Sizing], fits: Callab
         units = len(sizing.specs)
         if fits(sizing):
             _log.info("blocks are cut to units of at most %s: whole ones do not fit", format_size(limit))
-            return Fit(cut, sizing)
+            return cut, sizing, None
         cut_bytes = min(cut_bytes, sizing.host_needs().least_bytes)
-    return Fit(config, whole, cut_bytes if cut_bytes < least_bytes else None)  # the caller refuses it
+    return config, whole, cut_bytes if cut_bytes < least_bytes else None  # the caller refuses it
 
 
 # Drives #
