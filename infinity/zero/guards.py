@@ -46,13 +46,13 @@ class Guards:
 
     Args:
         model: the engine's model.
-        owner: the engine; only weakly referenced.
+        owner: the engine. The attribute `owner` is a weak reference to it.
         may_train: identities of frozen parameters that the user may unfreeze.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, owner: Owner, may_train: Collection[int]) -> None:
         self._runtime = runtime
-        self._owner = weakref.ref(owner)
+        self.owner = weakref.ref(owner)
         self._model = weakref.ref(model)
         units = runtime.partition.units
         places = [Place(model.get_parameter(s.name), u, i) for u in units for i, s in enumerate(u.params)]
@@ -65,10 +65,6 @@ class Guards:
         self._shape = _Shape(model, may_train)
         self._handles = self._drop_gradients_left_out()
         self._seams = [_Seam(self, module, root=module is model) for module in model.modules()]
-
-    @property
-    def owner(self) -> Owner | None:
-        return self._owner()
 
     def remove(self) -> None:
         """Restore the model to plain torch."""
@@ -192,7 +188,7 @@ class Guards:
         return views_of(self._runtime, place).lent_values(place.index) is not None
 
     def _synchronize(self, what: str) -> None:
-        owner = self._owner()
+        owner = self.owner()
         if owner is not None:
             self._runtime.together(what)
             owner.finish_updates(what)
@@ -208,7 +204,7 @@ class Guards:
     def begin_loading(self, module: nn.Module) -> None:
         """Lend the module's own parameters, so that torch can write to them."""
         places = self.places(module, recurse=False)
-        owner = self._owner()
+        owner = self.owner()
         if owner is None or not places:
             return
         try:
@@ -411,14 +407,14 @@ class _Seam:
         """Drop the gradients, also the gradients of a failed pass."""
         module, guards = self._both()
         self._of_torch(module, "zero_grad", *args, **kwargs)
-        owner = None if guards is None else guards.owner
+        owner = None if guards is None else guards.owner()
         if owner is not None:
             owner.model_was_zeroed()
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """Compile the module without the engine's hooks, see [Note: compiled modules]."""
         module, guards = self._both()
-        owner = None if guards is None else guards.owner
+        owner = None if guards is None else guards.owner()
         with nullcontext() if owner is None else owner.compiling(module):
             return self._of_torch(module, "compile", *args, **kwargs)
 
