@@ -346,8 +346,8 @@ class _Seam:
         }
         if root:
             self._methods["zero_grad"] = self.zero_grad
-        self._before: dict[str, Any] = {}
-        self._install(module)
+        self._before = {name: vars(module)[name] for name in self._methods if name in vars(module)}
+        vars(module).update(self._methods)
         self._handles = [module.register_load_state_dict_pre_hook(self.before_load)]
         if module._parameters:
             self._handles.append(module.register_load_state_dict_post_hook(self.after_load))
@@ -359,10 +359,6 @@ class _Seam:
         if module is not None:
             self._uninstall(module)
         self._methods.clear()  # they refer to this object
-
-    def _install(self, module: nn.Module) -> None:
-        self._before = {name: vars(module)[name] for name in self._methods if name in vars(module)}
-        vars(module).update(self._methods)
 
     def _uninstall(self, module: nn.Module) -> None:
         for name, method in self._methods.items():
@@ -380,7 +376,7 @@ class _Seam:
     def _both(self) -> tuple[nn.Module, Guards | None]:
         module = self._module()
         assert module is not None  # one of its methods is being called
-        return module, self._guards()
+        return module, self._guards() if self._methods else None  # after `remove`, a replacement may still call it
 
     # Called by torch and by users #
 
@@ -421,6 +417,7 @@ class _Seam:
     def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy without hooks and guards of the engine."""
         module, guards = self._both()
+        present = {name: vars(module)[name] for name in self._methods if name in vars(module)}  # ours, or the user's
         self._uninstall(module)
         try:
             if guards is None:
@@ -430,7 +427,8 @@ class _Seam:
                 narrow_statistics(copied)
                 return copied
         finally:
-            self._install(module)
+            if self._methods:  # the engine was not closed meanwhile
+                vars(module).update(present)
 
     def refuse_pickling(self, protocol: object) -> Any:
         raise InfinityError(

@@ -315,6 +315,34 @@ def test_closing_leaves_nothing_behind(placement, tmp_path) -> None:
     assert not any(module._load_state_dict_post_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_copy_leaves_methods_that_were_replaced_after_initialize(placement, tmp_path) -> None:
+    """As scripts for adapters do: the replacement calls the method that it replaces."""
+    with engine_in(placement, tmp_path) as engine:
+        model, replaced = engine.module, engine.module.state_dict
+        model.state_dict = lambda: {"own": 1, **replaced()}
+        before = dict(vars(model))
+        keys = set(model.state_dict())
+        copy.deepcopy(model)
+        assert vars(model) == before
+        assert set(model.state_dict()) == keys
+        assert "own" in keys
+    assert set(model.state_dict()) == keys
+
+
+def test_an_engine_that_is_closed_in_a_copy_leaves_no_guards(tmp_path) -> None:
+    class Closing(nn.Linear):
+        def __getstate__(self) -> dict[str, Any]:
+            engine.close()
+            return dict(vars(self))
+
+    model = nn.Sequential(nn.Linear(2, 2), Closing(2, 2))
+    before = [set(vars(module)) for module in model.modules()]
+    engine = infinity.initialize(model, Recipe("fp32").config(Placement()))[0]
+    copy.deepcopy(model)
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
 # Several ranks #
 
 
