@@ -36,6 +36,7 @@ from infinity.zero.unit import Unit
 
 Forward = Callable[[], torch.Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and keyword arguments
+_CPU = torch.device("cpu")
 INSTEAD = 'set tiering.accumulation to "micro_batch"'
 
 
@@ -127,7 +128,7 @@ class LayerMajorPass(Rounds[MicroBatch, Unit]):
         self._blocks = layer_major.blocks
         self._checked = layer_major.checked
         self._losses = [torch.empty(0, dtype=torch.float32)] * len(forwards)
-        seeds = torch.randint(2**62, (len(forwards),)).tolist()
+        seeds = torch.randint(2**62, (len(forwards),), device="cpu").tolist()
         generators = _Generators(layer_major.device)
         self._micro_batches = [
             MicroBatch(index, _with_thread_state(forward, layer_major.device), generators, seed)
@@ -208,10 +209,12 @@ def _with_thread_state(forward: Forward, device: torch.device) -> Forward:
     """Return the function for another thread: it runs with the thread-local state of torch that this thread has now."""
     kinds = {"cpu", device.type}
     autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-    on_stream = carried_stream(device)
+    on_stream, default_device = carried_stream(device), torch.get_default_device()
 
     def run() -> torch.Tensor:
         with ExitStack() as stack:
+            if default_device != _CPU:  # its context slows down every torch function
+                stack.enter_context(default_device)
             for kind, dtype in autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             stack.enter_context(on_stream())

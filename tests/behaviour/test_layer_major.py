@@ -233,6 +233,19 @@ def test_evaluation_between_steps_changes_nothing(tmp_path) -> None:
         assert_same_bits(Result(losses, dict(engine.named_parameters())), undisturbed)
 
 
+def test_tensors_are_created_on_the_callers_default_device() -> None:
+    class Creating(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            devices.append(torch.empty(0).device.type)
+            return super().forward(x)
+
+    devices: list[str] = []
+    data = list(torch.randn(2, 4, 8))
+    with layer_major_engine(Creating(lambda x: x.detach())) as engine, torch.device("meta"):
+        engine.train_batch(data)
+    assert devices == ["meta", "meta"]
+
+
 def test_micro_batches_may_leave_blocks_out() -> None:
     """Those that have come less far wait for nobody, and none is lost."""
 
