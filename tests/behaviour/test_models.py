@@ -276,11 +276,11 @@ class InPlace(Chain):
 
 
 class ViewsInPlace(Chain):
-    """What a block returns is a view, as of a linear layer with three dimensions, and is changed in place outside."""
+    """A block returns a view, as a linear layer with three dimensions did before torch 2.15; it is changed outside."""
 
     class Linear(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(F.gelu(self.up(x)).unsqueeze(0))
+            return self.down(F.gelu(self.up(x))).unsqueeze(0)
 
     def __init__(self) -> None:
         super().__init__()
