@@ -61,20 +61,17 @@ def unit_modules(model: nn.Module, limit_numel: int | None, leaves: Set[nn.Modul
         limit_numel: blocks of more elements are cut, see [Note: blocks that are cut]; None for no limit.
         leaves: modules that are called, and gathered whole.
     """
-    indivisible = frozenset(getattr(model, "_no_split_modules", None) or ())
-    if not any(type(module).__name__ in indivisible for module in model.modules()):
-        indivisible = frozenset()
+    classes = {type(module).__name__ for module in model.modules()}
+    indivisible = classes.intersection(getattr(model, "_no_split_modules", None) or ())
     stack: list[tuple[str, nn.Module, bool]] = [("", model, False)]
     while stack:
         name, module, in_container = stack.pop()
         is_block = type(module).__name__ in indivisible if indivisible else in_container
         is_block |= isinstance(module, Tile)
         container = isinstance(module, _CONTAINERS)
-        if is_block and not container and any(True for _ in module.parameters()):
-            yield from _of_block(name, module, limit_numel, leaves)
-            continue
-        if module in leaves:
-            yield from _of_block(name, module, None, leaves, is_block=False)
+        is_block = is_block and not container and any(True for _ in module.parameters())
+        if is_block or module in leaves:
+            yield from _of_block(name, module, limit_numel, leaves, is_block=is_block)
             continue
         yield UnitModule(name, module)
         prefix = f"{name}." if name else ""
@@ -83,9 +80,9 @@ def unit_modules(model: nn.Module, limit_numel: int | None, leaves: Set[nn.Modul
 
 
 def _of_block(
-    name: str, block: nn.Module, limit_numel: int | None, leaves: Set[nn.Module], *, is_block: bool = True
+    name: str, block: nn.Module, limit_numel: int | None, leaves: Set[nn.Module], *, is_block: bool
 ) -> Iterator[UnitModule]:
-    """Yield a block, and the modules in it that have units of their own."""
+    """Yield a block or a leaf, and the modules in it that have units of their own."""
     apart = frozenset(_apart(block, limit_numel, leaves))
     yield UnitModule(name, block, is_block=is_block, in_block=is_block, whole=True, apart=apart)
     for part_name, part in block.named_modules(prefix=name):
