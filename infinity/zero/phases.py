@@ -23,13 +23,13 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-_PASSES = frozenset({Phase.IDLE, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.EVALUATION})
+_ALL = frozenset(Phase)
 _ENDS = frozenset({Phase.FAILED, Phase.CLOSED})
 # A dropped pass leads back to IDLE. An update without a backward pass changes no parameter.
 FOLLOWS = {
-    Phase.IDLE: _PASSES | _ENDS,
-    Phase.FORWARD: _PASSES | _ENDS,
-    Phase.BACKWARD: _PASSES | _ENDS,
+    Phase.IDLE: _ALL,
+    Phase.FORWARD: _ALL,
+    Phase.BACKWARD: _ALL,
     Phase.UPDATE: frozenset({Phase.IDLE}) | _ENDS,
     Phase.EVALUATION: frozenset({Phase.IDLE, Phase.FORWARD, Phase.BACKWARD}) | _ENDS,
     Phase.FAILED: frozenset({Phase.CLOSED}),
