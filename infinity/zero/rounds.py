@@ -8,17 +8,15 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Paused(Protocol):
-    """A micro-batch whose forward pauses at the entry of each block."""
+    """A micro-batch whose forward pauses at the entry of each block.
 
-    @property
-    def at(self) -> int | None:
-        """The block at whose entry it waits; None before its start and after its end."""
-        ...
+    Attributes:
+        at: the block at whose entry it waits; None before its start and after its end.
+        ended: whether its forward pass has reached the loss.
+    """
 
-    @property
-    def ended(self) -> bool:
-        """Whether its forward pass has reached the loss."""
-        ...
+    at: int | None
+    ended: bool
 
 
 PausedT = TypeVar("PausedT", bound=Paused)
