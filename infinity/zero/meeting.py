@@ -102,6 +102,7 @@ class Meeting:
         self._store = TimedStore(store)
         self._rank = dist.get_rank(group)
         self._size = dist.get_world_size(group)
+        self._others = [rank for rank in range(self._size) if rank != self._rank]
         self.watch = Watch(c10d.PrefixStore("watch", store), self._rank, self._size)
         self._passed = 0  # meetings that all ranks have passed
         self._gave_up = False
@@ -121,9 +122,8 @@ class Meeting:
                 call.
         """
         meeting = self._passed
-        others = [rank for rank in range(self._size) if rank != self._rank]
         self._arrive(str(meeting), what)
-        absent = self._wait(meeting, others, timeout_s)
+        absent = self._wait(str(meeting), timeout_s)
         if absent:
             self._arrive("gave up", what)  # before the key is deleted, so that other ranks find one of the two
             self._store.delete_key(f"{meeting}/{self._rank}")  # its call stays: another rank may be about to read it
@@ -134,7 +134,7 @@ class Meeting:
                 "ranks together (or raise communication.timeout, if they come later)"
             )
         self._passed += 1
-        calls = {rank: self._call(str(meeting), rank) for rank in others}
+        calls = {rank: self._call(str(meeting), rank) for rank in self._others}
         if meeting:  # all ranks are here, so all have read the entries of the meeting before
             self._leave(str(meeting - 1))
         if self._gave_up:
@@ -165,38 +165,37 @@ class Meeting:
         Raises:
             RankError: one of them has ended.
         """
-        ranks = [r for r in range(self._size) if int(self._store.add(f"told/{what}/{r}", 0)) < count]
+        ranks = [r for r in range(self._size) if self._store.add(f"told/{what}/{r}", 0) < count]
         self._check_alive(rank for rank in ranks if rank != self._rank)
         return ranks
 
     def waiting(self) -> list[str]:
         """Return the calls of other ranks that wait for this one at a meeting."""
         meeting = str(self._passed)
-        return [
-            self._call(meeting, rank) for rank in range(self._size) if rank != self._rank and self._is_at(meeting, rank)
-        ]
+        return [self._call(meeting, rank) for rank in self._others if self._is_at(meeting, rank)]
 
     def lonely(self) -> str | None:
         """Name a rank that waits for this one at a meeting, or has given up; None if there is none."""
         with suppress(RuntimeError):  # the store may be gone with its rank
-            for rank in range(self._size):
+            for rank in self._others:
                 for place in (str(self._passed), "gave up"):
-                    if rank != self._rank and self._is_at(place, rank):
+                    if self._is_at(place, rank):
                         return f"rank {rank} called {self._call(place, rank)}, which all ranks must call together"
         return None
 
-    def _wait(self, meeting: int, ranks: list[int], timeout_s: float) -> list[int]:
-        """Wait until the ranks are at the meeting. Return the ranks that did not come in time."""
+    def _wait(self, meeting: str, timeout_s: float) -> list[int]:
+        """Wait until the other ranks are at the meeting. Return the ranks that did not come in time."""
         now_s = time.monotonic()
+        ranks = self._others
         heard = {rank: (self._progress(rank), now_s) for rank in ranks}  # latest report, and when it was seen
         looked_s = now_s
         pause_s, longest_s = _POLL_S
         while True:
-            ranks = [rank for rank in ranks if not self._is_at(str(meeting), rank)]
+            ranks = [rank for rank in ranks if not self._is_at(meeting, rank)]
             now_s = time.monotonic()
             if now_s - looked_s >= min(_PROGRESS_S, timeout_s / 2):
                 looked_s = now_s
-                self._check_alive(ranks, but_at=str(meeting))
+                self._check_alive(ranks, but_at=meeting)
                 for rank in ranks:
                     if (said := self._progress(rank)) != heard[rank][0]:
                         heard[rank] = said, now_s
@@ -223,7 +222,7 @@ class Meeting:
                 )
 
     def _progress(self, rank: int) -> int:
-        return int(self._store.add(f"progress/{rank}", 0))
+        return self._store.add(f"progress/{rank}", 0)
 
     def _arrive(self, place: str, what: str) -> None:
         self._store.set(f"{place}/{self._rank}/call", what)
@@ -234,10 +233,10 @@ class Meeting:
         self._store.delete_key(f"{place}/{self._rank}/call")
 
     def _is_at(self, place: str, rank: int) -> bool:
-        return int(self._store.add(f"{place}/{rank}", 0)) > 0  # the only query of the store that never waits
+        return self._store.add(f"{place}/{rank}", 0) > 0  # the only query of the store that never waits
 
     def _call(self, place: str, rank: int) -> str:
-        return str(self._store.get(f"{place}/{rank}/call").decode())
+        return self._store.get(f"{place}/{rank}/call").decode()
 
 
 # One for all engines of a group, so that they count the same meetings.

@@ -109,7 +109,7 @@ def test_a_process_that_has_given_up_its_ranks_does_not_wait_for_the_watch(quick
 
 def meeting_of_two(store: dist.Store, rank: int) -> Meeting:
     one = Meeting.__new__(Meeting)
-    one.__dict__.update(_store=store, _rank=rank, _size=2, _passed=0, _gave_up=False, _told_s=-1.0)
+    one.__dict__.update(_store=store, _rank=rank, _size=2, _others=[1 - rank], _passed=0, _gave_up=False, _told_s=-1.0)
     one.__dict__.update(processes=[], watch=None, is_lost=False)
     return one
 
