@@ -115,7 +115,8 @@ def _launcher(environment: Mapping[str, str]) -> _Launcher | None:
     if environment.get(_STEP.size):
         return _STEP if _number(environment, _STEP.size) > 1 else None
     # Larger numbers are not of job steps, but of the batch script and of the interactive shell.
-    in_step = 0 <= _number(environment, "SLURM_STEP_ID", -1, words=True) < 1 << 31
+    step = environment.get("SLURM_STEP_ID", "")  # may be a word
+    in_step = step.isdecimal() and int(step) < 1 << 31
     several = _number(environment, _OLD_STEP.size, 1) > 1
     return _OLD_STEP if _number(environment, _OLD_STEP.rank, 0) > 0 or (in_step and several) else None
 
@@ -125,18 +126,12 @@ def _address(environment: Mapping[str, str]) -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{_number(environment, 'MASTER_PORT', _PORT)}"
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None, *, words: bool = False) -> int:
-    """Return a variable's number, or the default if it is not set.
-
-    Args:
-        words: whether a value that is no number also means the default.
-    """
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a variable's number, or the default if it is not set."""
     text = environment.get(name, "")
     if not text and default is not None:
         return default
     try:
         return int(text)
     except ValueError as error:
-        if words and default is not None:
-            return default
         raise ConfigError(f"the environment variable {name} is {text!r}, which is no number: {_HOW}") from error
