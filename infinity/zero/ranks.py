@@ -138,9 +138,7 @@ class Ranks:
     @staticmethod
     def of_group(group: Any = None, timeout_s: float = 300.0) -> Ranks:
         """Return the ranks of a process group; by default of the default group. All ranks call this together."""
-        if not dist.is_available() or not dist.is_initialized():
-            return ALONE
-        size = dist.get_world_size(group)
+        size = dist.get_world_size(group) if dist.is_initialized() else 1
         if size == 1:
             return ALONE
         meeting = meeting_of(group)
@@ -214,7 +212,7 @@ class Ranks:
         for piece in pieces:
             stop = start + piece.numel * self.size
             own = flat[piece.whole : piece.whole + piece.numel]
-            started.append(self._start(what, _all_gather, flat[start:stop], own))
+            started.append(self._start(what, self.group, _all_gather, flat[start:stop], own))
             start = stop
         return started
 
@@ -222,18 +220,19 @@ class Ranks:
         """Start to sum all ranks' `flat`; `shard` becomes this rank's slice of the sum."""
         what = f"the reduce-scatter of the gradients of unit `{unit}`"
         self.path.add(what)
-        return self._start(what, _reduce_scatter, shard, flat)
+        return self._start(what, self.group, _reduce_scatter, shard, flat)
 
     def all_reduce(self, flat: torch.Tensor, unit: str) -> Pending:
         """Start to sum all ranks' `flat` in place."""
         what = f"the all-reduce of the gradients of unit `{unit}`"
         self.path.add(what)
-        return self._start(what, dist.all_reduce, flat)
+        return self._start(what, self.group, dist.all_reduce, flat)
 
-    def _start(self, what: str, collective: Callable[..., Any], *tensors: torch.Tensor) -> Pending:
+    def _start(self, what: str, group: Any, collective: Callable[..., Any], *args: Any, **options: Any) -> Pending:
+        """Start a collective, whose first argument is a tensor."""
         with self.talking(what):
-            work = collective(*tensors, group=self.group, async_op=True)
-            return Pending(self, what, work, timed=tensors[0].device.type == "cpu")
+            work = collective(*args, group=group, async_op=True, **options)
+        return Pending(self, what, work, timed=args[0].device.type == "cpu")
 
     def any_of(self, flags: torch.Tensor) -> Pending:
         """Start to replace each byte, in host memory and in place, by its maximum over the ranks."""
@@ -272,15 +271,12 @@ class Ranks:
         return values
 
     def _combine(self, values: torch.Tensor, operation: Any, what: str) -> Pending:
-        with self.talking(what):
-            return Pending(self, what, dist.all_reduce(values, operation, group=self.host_group, async_op=True))
+        return self._start(what, self.host_group, dist.all_reduce, values, operation)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Copy the values of one rank to all, in place; the tensor is in host memory."""
         if self.size > 1:
-            with self.talking("a broadcast"):
-                work = dist.broadcast(tensor, group=self.host_group, group_src=source, async_op=True)
-            Pending(self, "a broadcast", work).wait()
+            self._start("a broadcast", self.host_group, dist.broadcast, tensor, group_src=source).wait()
 
     def on_rank_0(self, action: Callable[[], Result]) -> Result:
         """Run `action` on rank 0. Every rank gets its result, which is plain and small, or its error.
@@ -455,7 +451,7 @@ def world_size(group: Any = None) -> int:
     Raises:
         ConfigError: several processes were started that cannot meet.
     """
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_world_size(group)
     launch = launch_of(os.environ)
     return 1 if launch is None else launch.size
@@ -471,23 +467,22 @@ def join_ranks(group: Any = None, timeout_s: float = 300.0) -> Ranks:
         ConfigError: several processes were started that cannot meet.
         RankError: not all of them joined in time.
     """
-    if dist.is_available() and not dist.is_initialized():
-        launch = launch_of(os.environ)
-        if launch is not None:
-            backend = "gloo"
-            device = accelerator()
-            if device is not None:
-                torch.accelerator.set_device_index(launch.local_rank % torch.accelerator.device_count())
-                backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-            with Ranks(launch.rank, launch.size).talking("the first meeting"):
-                dist.init_process_group(
-                    backend,
-                    init_method=launch.address,
-                    rank=launch.rank,
-                    world_size=launch.size,
-                    timeout=timedelta(seconds=timeout_s),
-                )
-            leave_at_exit()
+    launch = None if dist.is_initialized() else launch_of(os.environ)
+    if launch is not None:
+        backend = "gloo"
+        device = accelerator()
+        if device is not None:
+            torch.accelerator.set_device_index(launch.local_rank % torch.accelerator.device_count())
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        with Ranks(launch.rank, launch.size).talking("the first meeting"):
+            dist.init_process_group(
+                backend,
+                init_method=launch.address,
+                rank=launch.rank,
+                world_size=launch.size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        leave_at_exit()
     return Ranks.of_group(group, timeout_s)
 
 
@@ -500,7 +495,7 @@ def least_of(value: int, *ranks: Ranks) -> int:
 
 def is_first_process() -> bool:
     """Whether this process is the first one of all groups."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def ranks_on_this_machine(ranks: Ranks) -> int:
