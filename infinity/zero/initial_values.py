@@ -22,8 +22,6 @@ from infinity.zero.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
-ReadBack = Callable[[UnitLayout], Mapping[str, torch.Tensor]]
-
 
 class WeightSource(Protocol):
     """Stored values of parameters, by their name in the model."""
@@ -77,6 +75,9 @@ class InitialValues:
         weights: stored values for these parameters.
         keep: whether to keep the model's own values until `initialize` has succeeded, because the tiers of this process
             will not have all of them.
+
+    Attributes:
+        made: parameters whose values are read or created, instead of taken from the model.
     """
 
     def __init__(
@@ -91,18 +92,15 @@ class InitialValues:
         self._weights = weights
         self._keep = keep
         self._originals: dict[str, _Original] = {}
-        self._made: dict[str, torch.Tensor] = {}
-        self._valueless = {n for n, p in model.named_parameters() if has_numbers(p) and p.is_meta}
+        self._fresh: dict[str, torch.Tensor] = {}  # values that were read or created, and are not taken yet
+        self.made = {n for n, p in model.named_parameters() if has_numbers(p) and p.is_meta}
         if init_function is not None or weights is not None:
             built = {n for n, p in model.named_parameters() if has_numbers(p) and made_in_files(p)}
-            self._valueless |= {name for name in built if init_function is not None or self._stored(name)}
+            self.made |= {name for name in built if init_function is not None or self._stored(name)}
+        # names in the weights, of parameters in `made`
+        self._keys = {name: key for name in sorted(self.made) if (key := self._stored(name)) is not None}
         self._init_function = init_function or own_rule(model)
         self._check_weights()
-
-    @property
-    def made(self) -> Set[str]:
-        """Parameters whose values are read or created, instead of taken from the model."""
-        return self._valueless
 
     def in_files(self, trained: Container[str], ranks: Ranks) -> dict[str, StoredTensor]:
         """Return the places of the frozen parameters that are used in place, in the user's files.
@@ -112,12 +110,8 @@ class InitialValues:
         """
         if not isinstance(self._weights, FilesSource):
             return {}
-        found = {}
-        for name in sorted(self._valueless):
-            key = None if name in trained else self._stored(name)
-            place = None if key is None else self._weights.stored(key)
-            if place is not None and place.nbytes:
-                found[name] = place
+        places = {name: self._weights.stored(key) for name, key in self._keys.items() if name not in trained}
+        found = {name: place for name, place in places.items() if place is not None and place.nbytes}
         # Names of directories may differ, and times and inodes of copies do.
         facts = [(n, t.file.path.name, t.file.size, t.start, t.nbytes, str(t.dtype)) for n, t in found.items()]
         if any(others != facts for others in ranks.of_all(facts)):
@@ -144,20 +138,19 @@ class InitialValues:
 
     def stored_alike(self, ranks: Ranks) -> Set[str]:
         """Return the parameters that each of several ranks can read from its own files, because all files are equal."""
-        keys = {name: key for name in sorted(self._valueless) if (key := self._stored(name)) is not None}
-        return keys.keys() if ranks.others_have(lambda: self._fingerprint(keys)) else frozenset()
+        return self._keys.keys() if ranks.others_have(self._fingerprint) else frozenset()
 
-    def _fingerprint(self, keys: Mapping[str, str]) -> str | None:
-        """Return a fingerprint of the stored values of these parameters; None if they cannot be read in parts."""
+    def _fingerprint(self) -> str | None:
+        """Return a fingerprint of the stored values; None if they cannot be read in parts."""
         if not isinstance(self._weights, FilesSource):
             return None
-        found = [(name, self._weights.fingerprint(key)) for name, key in keys.items()]
+        found = [(name, self._weights.fingerprint(key)) for name, key in self._keys.items()]
         return hashlib.sha256(repr(found).encode()).hexdigest()
 
     def read_slice(self, name: str, elements: slice) -> torch.Tensor:
         """Return consecutive elements of a parameter that is `stored_alike`, flat."""
         assert isinstance(self._weights, FilesSource)
-        return self._weights.read_slice(str(self._stored(name)), elements.start, elements.stop - elements.start)
+        return self._weights.read_slice(self._keys[name], elements.start, elements.stop - elements.start)
 
     # Taking out #
 
@@ -173,33 +166,31 @@ class InitialValues:
             self._initialise(unit)
         values = {info.name: self._value(info.name) for info in unit.params}
         for info in unit.params:
-            self._made.pop(info.name, None)
+            self._fresh.pop(info.name, None)
         return {name: value.detach().cpu().reshape(-1) for name, value in values.items() if value is not None}
 
     def placed(self, unit: UnitLayout, inexact: Container[str]) -> None:
         """Record that the tiers have the unit's exact values, except of the parameters in `inexact`."""
         for info in unit.params:
-            self._made.pop(info.name, None)
-            if not self._keep and info.name not in inexact and info.name not in self._valueless:
+            self._fresh.pop(info.name, None)
+            if not self._keep and info.name not in inexact and info.name not in self.made:
                 self._originals[info.name].values = None
 
     def _value(self, name: str) -> torch.Tensor | None:
-        if name in self._made:
-            return self._made[name]
-        return None if name in self._valueless else self._originals[name].values
+        if name in self._fresh:
+            return self._fresh[name]
+        return None if name in self.made else self._originals[name].values
 
     def _read(self, name: str) -> None:
         """Read the values of a parameter if they are stored, or create them if it is an adapter's."""
-        if name not in self._valueless or name in self._made:
+        if name not in self.made or name in self._fresh:
             return
-        stored = self._stored(name)
-        if stored is not None and self._weights is not None:
-            self._made[name] = self._weights.read(stored)
-            return
-        if self._originals[name].places:
+        if self._weights is not None and name in self._keys:
+            self._fresh[name] = self._weights.read(self._keys[name])
+        elif self._originals[name].places:
             fresh = lora_values(self._model, name, self._originals[name].like.shape)
             if fresh is not None:
-                self._made[name] = fresh
+                self._fresh[name] = fresh
 
     def _stored(self, name: str) -> str | None:
         """Return the name under which the weights have a parameter; None if they do not have it."""
@@ -213,15 +204,16 @@ class InitialValues:
         Raises:
             ConfigError: the model needs no values, or the weights have none of its parameters.
         """
-        if self._weights is not None and not self._valueless:
+        if self._weights is None:
+            return
+        if not self.made:
             raise ConfigError(
                 "`weights` are given, but every parameter of the model has values already: load them into the model, "
                 "or build it on the meta device (infinity.integrations.pretrained_model does)"
             )
-        missing = [name for name in self._valueless if self._stored(name) is None]
-        if self._weights is None or not missing:
+        missing = sorted(self.made - self._keys.keys())
+        if not missing:
             return
-        missing.sort()
         if not any(self._stored(name) is not None for name, _ in self._model.named_parameters()):
             raise ConfigError(
                 f"the weights have none of the model's parameters, neither `{missing[0]}` nor {len(missing) - 1} "
@@ -260,18 +252,21 @@ class InitialValues:
                     f"parameter `{name}` is on the meta device and initialising its module left it without values: "
                     "give the module a reset_parameters() method, or build the model in memory"
                 )
-            self._made[name] = values
+            self._fresh[name] = values
 
     # Giving back #
 
-    def read_back(self, units: Iterable[UnitLayout], stored: ReadBack) -> None:
+    def read_back(
+        self, units: Iterable[UnitLayout], stored: Callable[[UnitLayout], Mapping[str, torch.Tensor]]
+    ) -> None:
         """Read the values that only the tiers have, before the tiers are closed. Log the units that cannot be read.
 
         Args:
             stored: reads the exact values of a unit's parameters, flat, by name.
         """
         for unit in units:
-            gone = [info.name for info in unit.params if self._is_gone(info.name)]
+            originals = {info.name: self._originals[info.name] for info in unit.params}
+            gone = {name: each for name, each in originals.items() if each.values is None and not each.places}
             if not gone:
                 continue
             try:
@@ -279,14 +274,9 @@ class InitialValues:
             except Exception:
                 _log.exception("the values of `%s` cannot be read back; the model is left without them", unit.name)
                 continue
-            for name in gone:
-                original = self._originals[name]
+            for name, original in gone.items():
                 whole = torch.empty_like(original.like, device=original.device)
                 original.values = whole.copy_(values[name].view(whole.shape))
-
-    def _is_gone(self, name: str) -> bool:
-        original = self._originals.get(name)
-        return original is not None and original.values is None and not original.places
 
     def give_back(self) -> None:
         """Restore the model to its state before `initialize`."""
