@@ -204,17 +204,14 @@ class _Source:
 
 
 def _load_unit(unit: UnitLayout, source: _Source, runtime: Runtime) -> None:
-    layout, partition = runtime.layout, runtime.partition
     if unit.runs:
         _compare_unit(unit, source, runtime)
         return
     with runtime.executor.changing(runtime.row(unit)) as flat:
-        for tile, fields in runtime.pipeline.tiles(unit.index, writable=True):
-            for part in partition.parts(unit, tile.start, tile.start + tile.numel):
-                states = layout.narrow(fields, part.start - tile.start, part.stop - tile.start)
-                _load_part(part, source, layout, flat[part.shard], states)
+        for part, states in runtime.trained_parts(unit, writable=True):
+            _load_part(part, source, runtime.layout, flat[part.shard], states)
             runtime.ranks.progress()
-        for part in partition.parts(unit):
+        for part in runtime.partition.parts(unit):
             if not part.info.trainable and source.has(part):
                 flat[part.shard].copy_(source.weights(part))
 

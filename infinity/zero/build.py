@@ -53,7 +53,7 @@ from infinity.zero.gradients import Gradients
 from infinity.zero.groups import Groups, PartialSum
 from infinity.zero.in_flight import InFlight
 from infinity.zero.model_parts import ModelParts
-from infinity.zero.partition import Partition, UnitLayout
+from infinity.zero.partition import ParamInfo, ParamPart, Partition, UnitLayout
 from infinity.zero.ranks import Ranks, is_first_process, least_of, ranks_on_this_machine
 from infinity.zero.reduction import Direct, Reduction, ReductionRules
 from infinity.zero.sizing import Sizing, size_up
@@ -120,6 +120,19 @@ class Runtime:
     def row(self, unit: UnitLayout) -> Unit:
         """Return the unit with this layout, with its parameters, gradients, states and views."""
         return self.executor.units[unit.index]
+
+    def trained_parts(
+        self, unit: UnitLayout, *, writable: bool, of: ParamInfo | None = None
+    ) -> Iterator[tuple[ParamPart, dict[str, torch.Tensor]]]:
+        """Yield this rank's parts of trained parameters in each tile, with their optimizer states.
+
+        Args:
+            writable: see `UpdatePipeline.tiles`.
+            of: only this parameter.
+        """
+        for tile, fields in self.pipeline.tiles(unit.index, writable=writable):
+            for part in self.partition.parts(unit, tile.start, tile.start + tile.numel, of=of):
+                yield part, self.layout.narrow(fields, part.start - tile.start, part.stop - tile.start)
 
     @property
     def poisoned(self) -> bool:

@@ -17,12 +17,10 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.optim.formats import init_states, read_master
-from infinity.optim.pipeline import UpdatePipeline
 from infinity.schedule.unit_state import Residency
-from infinity.tiers.state_layout import StateLayout
 from infinity.zero.build import Runtime, build_runtime
 from infinity.zero.initial_values import InitialValues
-from infinity.zero.partition import Partition, UnitLayout
+from infinity.zero.partition import UnitLayout
 from infinity.zero.ranks import Ranks
 
 
@@ -32,22 +30,20 @@ def materialize(runtime: Runtime, values: InitialValues, *, rounds: bool) -> Non
     Args:
         rounds: whether masters begin as the model's values rounded to the compute dtype.
     """
-    partition, layout = runtime.partition, runtime.layout
-    fill = partial(_fill_unit, runtime.pipeline, layout, partition, rounds=rounds)
     alike = values.stored_alike(runtime.ranks)
-    for unit in partition.units:
+    for unit in runtime.partition.units:
         inexact: set[str] = set()
         if unit.runs:
             _fetch_from_files(runtime, unit)
         elif all(info.name in alike for info in unit.params):
             with runtime.executor.created(runtime.row(unit)) as flat:
-                fill(unit, flat, values.read_slice)
+                _fill_unit(runtime, unit, flat, values.read_slice, rounds=rounds)
         else:
             with runtime.executor.created(runtime.row(unit)) as flat:
                 initial = _from_rank_0(values, unit, runtime.ranks)
-                fill(unit, flat, partial(_slice_of, initial))
+                _fill_unit(runtime, unit, flat, partial(_slice_of, initial), rounds=rounds)
             frozen = [info.name for info in unit.params if not info.trainable]
-            inexact = {name for name in frozen if not _holds(layout.param_dtype, initial[name])}
+            inexact = {name for name in frozen if not _holds(runtime.layout.param_dtype, initial[name])}
         values.placed(unit, inexact)
 
 
@@ -62,7 +58,7 @@ def materialize_zeros(runtime: Runtime) -> None:
             _fetch_from_files(runtime, unit)
             continue
         with runtime.executor.created(runtime.row(unit)) as flat:
-            _fill_unit(runtime.pipeline, runtime.layout, runtime.partition, unit, flat, zeros, rounds=False)
+            _fill_unit(runtime, unit, flat, zeros, rounds=False)
 
 
 def rebuild(old: Runtime, model: nn.Module, groups: Mapping[str, int], config: Config, optimizer: str) -> Runtime:
@@ -118,19 +114,18 @@ def _slice_of(initial: Mapping[str, torch.Tensor], name: str, elements: slice) -
 
 
 def _fill_unit(
-    pipeline: UpdatePipeline,
-    layout: StateLayout,
-    partition: Partition,
+    runtime: Runtime,
     unit: UnitLayout,
     flat: torch.Tensor,
     initial: Callable[[str, slice], torch.Tensor],
     *,
     rounds: bool,
 ) -> None:
+    partition, layout = runtime.partition, runtime.layout
     for part in partition.parts(unit):
         if not part.info.trainable:
             flat[part.shard].copy_(initial(part.info.name, part.param))
-    for tile, fields in pipeline.tiles(unit.index, writable=True, fresh=True):
+    for tile, fields in runtime.pipeline.tiles(unit.index, writable=True, fresh=True):
         start, stop = tile.start, tile.start + tile.numel
         master = torch.zeros(tile.numel, dtype=torch.float32, device="cpu")
         for part in partition.parts(unit, start, stop):
@@ -150,19 +145,16 @@ def resident_first(runtime: Runtime) -> list[UnitLayout]:
 
 def stored_values(runtime: Runtime, unit: UnitLayout) -> dict[str, torch.Tensor]:
     """Return a unit's masters, and frozen parameters in compute dtype, flat. Reverses `materialize` on one rank."""
-    partition, layout = runtime.partition, runtime.layout
+    layout = runtime.layout
     values = {
         info.name: torch.empty(info.numel, dtype=torch.float32 if info.trainable else layout.param_dtype, device="cpu")
         for info in unit.params
     }
     with runtime.executor.resident(runtime.row(unit)) as flat:
-        for part in partition.parts(unit):
+        for part in runtime.partition.parts(unit):
             if not part.info.trainable:
                 values[part.info.name][part.param] = flat[part.shard]
-        for tile, fields in runtime.pipeline.tiles(unit.index, writable=False):
-            start, stop = tile.start, tile.start + tile.numel
-            master = read_master(layout, flat[start:stop], fields)
-            for part in partition.parts(unit, start, stop):
-                values[part.info.name][part.param] = master[part.start - start : part.stop - start]
+        for part, states in runtime.trained_parts(unit, writable=False):
+            values[part.info.name][part.param] = read_master(layout, flat[part.shard], states)
     runtime.params.discard(runtime.row(unit).params)  # they are not read again, so they need not be written
     return values

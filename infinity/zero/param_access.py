@@ -27,7 +27,7 @@ from infinity.zero.adapters import is_unmerged
 from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_units import codes
-from infinity.zero.partition import ParamInfo, UnitLayout
+from infinity.zero.partition import ParamInfo, ParamPart, UnitLayout
 from infinity.zero.ranks import ranks_on_this_machine
 from infinity.zero.views import UnitViews
 
@@ -232,7 +232,7 @@ class LentParams:
                 )
             values = place.param.data.detach().reshape(-1).cpu()
             self.runtime.ranks.broadcast(values, source)
-            _write_back(values, self.runtime, place.unit, place.info)
+            _write_back(values, self.runtime, place)
             views_of(self.runtime, place).mark_stored(place.index)
 
     def changed(self, model: nn.Module) -> Iterator[str]:
@@ -447,33 +447,27 @@ def _shape_problem(place: Place) -> str | None:
     return f"parameter `{place.info.name}` has shape {tuple(place.param.shape)} now; it must stay {place.info.shape}"
 
 
-def _write_back(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, info: ParamInfo) -> None:
+def _write_back(values: torch.Tensor, runtime: Runtime, place: Place) -> None:
     """Store the values in this rank's shard that differ from the stored ones."""
-    layout = runtime.layout
-    if unit.runs and not _differs(values, runtime, unit, info):
-        return  # otherwise `changing` raises with the reason
-    with runtime.executor.changing(runtime.row(unit)) as flat:
-        for part in runtime.partition.parts(unit, of=info):
-            current = flat[part.shard]
-            here = values[part.param].to(current.dtype)
-            changed = here != current
-            if not bool(changed.any()):
-                continue
-            if not info.trainable:
-                current.copy_(here)
-                continue
-            for tile, fields in runtime.pipeline.tiles(unit.index, writable=True):
-                low, high = max(tile.start, part.start), min(tile.start + tile.numel, part.stop)
-                if low >= high:
-                    continue
-                states = layout.narrow(fields, low - tile.start, high - tile.start)
-                new = slice(low - part.start, high - part.start)
-                master = torch.where(changed[new], here[new].float(), read_master(layout, flat[low:high], states))
-                write_master(layout, master, flat[low:high], states)
+    row, layout = runtime.row(place.unit), runtime.layout
+    parts = list(runtime.partition.parts(place.unit, of=place.info))
+    if place.unit.runs:
+        with runtime.executor.resident(row) as flat:
+            if not _differs(values, flat, parts):
+                return  # otherwise `changing` raises with the reason
+    with runtime.executor.changing(row) as flat:
+        if not _differs(values, flat, parts):
+            return
+        if not place.info.trainable:
+            for part in parts:
+                flat[part.shard].copy_(values[part.param])
+            return
+        for part, states in runtime.trained_parts(place.unit, writable=True, of=place.info):
+            current, here = flat[part.shard], values[part.param].to(flat.dtype)
+            master = torch.where(here != current, here.float(), read_master(layout, current, states))
+            write_master(layout, master, current, states)
 
 
-def _differs(values: torch.Tensor, runtime: Runtime, unit: UnitLayout, info: ParamInfo) -> bool:
+def _differs(values: torch.Tensor, flat: torch.Tensor, parts: Iterable[ParamPart]) -> bool:
     """Whether a value in this rank's shard differs from the stored one."""
-    with runtime.executor.resident(runtime.row(unit)) as flat:
-        parts = runtime.partition.parts(unit, of=info)
-        return any(not torch.equal(values[part.param].to(flat.dtype), flat[part.shard]) for part in parts)
+    return any(not torch.equal(values[part.param].to(flat.dtype), flat[part.shard]) for part in parts)

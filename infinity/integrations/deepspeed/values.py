@@ -34,6 +34,10 @@ class _Found:
         """This rank's parts of the parameter."""
         return list(self.runtime.partition.parts(self.place.unit, of=self.place.info))
 
+    def with_states(self, *, writable: bool) -> Iterator[tuple[ParamPart, dict[str, torch.Tensor]]]:
+        """Yield this rank's parts of the parameter, which is trained, and their optimizer states."""
+        return self.runtime.trained_parts(self.place.unit, writable=writable, of=self.place.info)
+
     def zeros(self) -> torch.Tensor:
         """Return a flat tensor of zeros for the values of all ranks."""
         return torch.zeros(self.place.info.numel, dtype=torch.float32, device="cpu")
@@ -97,14 +101,6 @@ def _flat(value: torch.Tensor, found: _Found, what: str) -> torch.Tensor:
     return value.detach().reshape(-1).float().cpu()
 
 
-def _parts(found: _Found, *, writable: bool) -> Iterator[tuple[ParamPart, dict[str, torch.Tensor]]]:
-    """Yield this rank's parts of a trained parameter, and their optimizer states."""
-    runtime, unit = found.runtime, found.place.unit
-    for tile, fields in runtime.pipeline.tiles(unit.index, writable=writable):
-        for part in runtime.partition.parts(unit, tile.start, tile.start + tile.numel, of=found.place.info):
-            yield part, runtime.layout.narrow(fields, part.start - tile.start, part.stop - tile.start)
-
-
 # Masters #
 
 
@@ -119,7 +115,7 @@ def _float32(found: _Found) -> torch.Tensor:
     mine = found.zeros()
     with runtime.executor.resident(runtime.row(place.unit)) as flat:
         if place.info.trainable:
-            for part, states in _parts(found, writable=False):
+            for part, states in found.with_states(writable=False):
                 mine[part.param] = read_master(runtime.layout, flat[part.shard], states)
         else:
             for part in found.parts:
@@ -153,7 +149,7 @@ def _set_master(param: nn.Parameter, what: str, take: Callable[[_Found], torch.T
     values = take(found)
     with runtime.executor.changing(runtime.row(place.unit)) as flat:
         if place.info.trainable:
-            for part, states in _parts(found, writable=True):
+            for part, states in found.with_states(writable=True):
                 write_master(runtime.layout, values[part.param], flat[part.shard], states)
         else:
             for part in found.parts:
@@ -210,7 +206,7 @@ def _moment(param: nn.Parameter, key: str, what: str, give: Whole) -> torch.Tens
         return None
     layout, name = found.runtime.layout, _moment_name(found, key)
     mine = found.zeros()
-    for part, states in _parts(found, writable=False):
+    for part, states in found.with_states(writable=False):
         moment = layout.moment(states, name)
         assert moment is not None
         mine[part.param] = load_moment(moment, signed=name == layout.first)
@@ -225,7 +221,7 @@ def _set_moment(param: nn.Parameter, key: str, what: str, take: Callable[[_Found
         raise InfinityError(f"{what}: `{found.place.info.name}` is not trained, and has no optimizer states")
     layout, name = found.runtime.layout, _moment_name(found, key)
     values = take(found)
-    for part, states in _parts(found, writable=True):
+    for part, states in found.with_states(writable=True):
         moment = layout.moment(states, name)
         assert moment is not None
         store_moment(moment, values[part.param].contiguous(), signed=name == layout.first, dither=None)
