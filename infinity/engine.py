@@ -32,7 +32,7 @@ from infinity.zero.drivers import LossFn, call, driven, loss_of, train_layer_maj
 from infinity.zero.grad_placeholders import GradPlaceholder
 from infinity.zero.guards import Guards
 from infinity.zero.materialize import rebuild
-from infinity.zero.param_access import Place, check_room, claim, disclaim, newest_values, views_of
+from infinity.zero.param_access import Place, check_room, claim, disclaim, is_lent, newest_values, views_of
 from infinity.zero.phases import Phase
 from infinity.zero.status import publisher_of
 from infinity.zero.step import USE_TRAIN_BATCH, Step
@@ -445,7 +445,7 @@ class Engine(Accessors):
 
     def lends(self, place: Place) -> bool:
         """Whether the parameter is lent, in `GatheredParameters` for example."""
-        return views_of(self._runtime, place).lent_values(place.index) is not None
+        return is_lent(self._runtime, place)
 
     def shows(self, place: Place) -> bool:
         """Whether the parameter is lent, or a running pass of the model uses it."""

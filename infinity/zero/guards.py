@@ -34,7 +34,17 @@ from infinity.zero.build import Runtime
 from infinity.zero.model_parts import is_distributed
 from infinity.zero.outside_reads import GraphPosition, leaves_read_since
 from infinity.zero.outside_units import narrow_statistics
-from infinity.zero.param_access import LentParams, Owner, Place, by_unit, check_room, unit_values, views_of
+from infinity.zero.param_access import (
+    LentParams,
+    Owner,
+    Place,
+    by_unit,
+    check_room,
+    is_lent,
+    make_whole,
+    unit_values,
+    views_of,
+)
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -83,7 +93,7 @@ class Guards:
         """
         self._end_loading()  # an exception may have interrupted a load
         if self._runtime.executor.views.lent_params:
-            lent = next(p for p in self._places.values() if self._lent(p))
+            lent = next(p for p in self._places.values() if is_lent(self._runtime, p))
             raise InfinityError(
                 f"parameter `{lent.info.name}` is gathered: leave GatheredParameters before the next training forward"
             )
@@ -146,7 +156,7 @@ class Guards:
                 divided = any(is_distributed(place.param) for place in places)
                 undo.callback(LentParams(self._runtime, places, what, None if divided else _CPU).end)
             else:
-                self._make_whole(places)
+                make_whole(self._runtime, places)
             undo.enter_context(self.naming())  # torch calls the `state_dict` of each submodule
             yield
 
@@ -169,7 +179,7 @@ class Guards:
         places = self.places(module)
         if any(is_distributed(place.param) for place in places):
             raise InfinityError("a model that tensor parallelism has divided cannot be copied while it has an engine")
-        places = [place for place in places if id(place.param) not in memo and not self._lent(place)]
+        places = [place for place in places if id(place.param) not in memo and not is_lent(self._runtime, place)]
         if self._moves:
             check_room(self._runtime, places, ("a copy of the model", "copy its state_dict() one module at a time"))
             for group in by_unit(places).values():
@@ -177,27 +187,18 @@ class Guards:
                 for place, value in zip(group, values, strict=True):
                     memo[id(place.param)] = nn.Parameter(value, place.param.requires_grad)
         else:
-            self._make_whole(places)
+            make_whole(self._runtime, places)
         self._copying = True
         try:
             yield
         finally:
             self._copying = False
 
-    def _lent(self, place: Place) -> bool:
-        return views_of(self._runtime, place).lent_values(place.index) is not None
-
     def _synchronize(self, what: str) -> None:
         owner = self.owner()
         if owner is not None:
             self._runtime.together(what)
             owner.finish_updates(what)
-
-    def _make_whole(self, places: list[Place]) -> None:
-        """Gather parameters that stay in memory, because other ranks may have updated parts of them."""
-        for group in by_unit(places).values():
-            with self._runtime.executor.gathered(self._runtime.row(group[0].unit)):
-                pass
 
     # load_state_dict #
 

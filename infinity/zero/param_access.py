@@ -9,7 +9,7 @@ stays even if its unit is evicted. Before anything is read, the free memory is c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.config import format_size
 from infinity.errors import CapacityError, ConfigError, InfinityError
@@ -82,23 +83,21 @@ class Place:
         return self.unit.params[self.index]
 
 
-# By `id` of the parameter, because tensors compare element by element. An id may be reused after its parameter is
-# freed, which the weak reference shows.
-_owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner], UnitLayout, int]] = {}
+# By identity of the parameter, because tensors compare element by element.
+_owners: MutableMapping[nn.Parameter, tuple[weakref.ref[Owner], UnitLayout, int]] = WeakIdKeyDictionary()
 
 
 def claim(owner: Owner, model: nn.Module, units: Iterable[UnitLayout]) -> None:
     """Register `owner` as the engine of these parameters."""
     for unit in units:
         for index, info in enumerate(unit.params):
-            param = model.get_parameter(info.name)
-            _owners[id(param)] = (weakref.ref(param), weakref.ref(owner), unit, index)
+            _owners[model.get_parameter(info.name)] = weakref.ref(owner), unit, index
 
 
 def disclaim(model: nn.Module) -> None:
     """Forget the closed engine of this model."""
     for param in model.parameters():
-        _owners.pop(id(param), None)
+        _owners.pop(param, None)
 
 
 def check_unowned(model: nn.Module) -> None:
@@ -108,10 +107,9 @@ def check_unowned(model: nn.Module) -> None:
         ConfigError: another engine owns it, or owned it and was collected without `close()`; names a parameter.
     """
     for name, param in model.named_parameters():
-        reference, owner, *_ = _owners.get(id(param), (None, None))
-        if reference is None or owner is None or reference() is not param:
+        if param not in _owners:
             continue
-        if owner() is not None:
+        if owner_of(param) is not None:
             raise ConfigError(
                 f"parameter `{name}` belongs to another engine: call its destroy(), which gives the model its values, "
                 "or close() it and build the model again"
@@ -124,17 +122,11 @@ def check_unowned(model: nn.Module) -> None:
 
 def owner_of(param: nn.Parameter) -> tuple[Owner, Place] | None:
     """Return the engine that owns the parameter, and the parameter's place; None if no engine owns it."""
-    if id(param) not in _owners:
+    if param not in _owners:
         return None
-    reference, owner_reference, unit, index = _owners[id(param)]
-    owner = owner_reference()
-    return None if owner is None or reference() is not param else (owner, Place(param, unit, index))
-
-
-def has_values(param: nn.Parameter) -> bool:
-    """Whether the parameter can be read now: it is lent, a running pass uses it, or no engine owns it."""
-    found = owner_of(param)
-    return found is None or found[0].shows(found[1])
+    reference, unit, index = _owners[param]
+    owner = reference()
+    return None if owner is None else (owner, Place(param, unit, index))
 
 
 @torch.inference_mode(False)  # parameters may be set to these tensors, and must stay trainable
@@ -210,7 +202,7 @@ class LentParams:
         self.runtime = runtime
         self.places = tuple(places)
         self._lent: list[Place] = []
-        own = [place for place in self.places if views_of(runtime, place).lent_values(place.index) is None]
+        own = [place for place in self.places if not is_lent(runtime, place)]
         check_room(runtime, own, what, device)
         try:
             for group in by_unit(own).values():
@@ -266,7 +258,7 @@ class LentParams:
     def end(self) -> None:
         """Return the parameters to the engine."""
         for place in self._lent:
-            if views_of(self.runtime, place).lent_values(place.index) is not None:
+            if is_lent(self.runtime, place):
                 self.runtime.executor.take_back(self.runtime.row(place.unit), place.index)
         self._lent.clear()
 
@@ -275,11 +267,22 @@ def views_of(runtime: Runtime, place: Place) -> UnitViews:
     return runtime.row(place.unit).views
 
 
+def is_lent(runtime: Runtime, place: Place) -> bool:
+    return views_of(runtime, place).lent_values(place.index) is not None
+
+
 def by_unit(places: Iterable[Place]) -> dict[int, list[Place]]:
     grouped: dict[int, list[Place]] = {}
     for place in places:
         grouped.setdefault(place.unit.index, []).append(place)
     return grouped
+
+
+def make_whole(runtime: Runtime, places: Iterable[Place]) -> None:
+    """Gather parameters that stay in memory, because other ranks may have updated parts of them."""
+    for group in by_unit(places).values():
+        with runtime.executor.gathered(runtime.row(group[0].unit)):
+            pass
 
 
 def check_room(
@@ -334,12 +337,11 @@ class GatheredParameters:
             raise ConfigError(f"GatheredParameters: modifier_rank is {modifier_rank!r}; give a rank's number, or None")
         self._params = _several(params) if enabled else []
         self._modifier_rank = modifier_rank
-        self._loans: list[LentParams] = []
-        self._models: list[nn.Module] = []  # the model of each loan
+        self._loans: list[tuple[nn.Module, LentParams]] = []  # with the model of each
         self._saving = ExitStack()
 
     def __enter__(self) -> None:
-        by_owner: dict[int, tuple[Owner, list[Place]]] = {}
+        by_owner: dict[Owner, list[Place]] = {}
         for param in self._params:
             found = owner_of(param)
             if found is None:
@@ -347,7 +349,7 @@ class GatheredParameters:
             if is_distributed(param):
                 raise InfinityError("parameters that tensor parallelism has divided cannot be gathered")
             owner, place = found
-            by_owner.setdefault(id(owner), (owner, []))[1].append(place)
+            by_owner.setdefault(owner, []).append(place)
         try:
             with torch._C.DisableTorchFunction():  # not a use of the parameters, see reads.py
                 self._begin(by_owner)
@@ -355,9 +357,9 @@ class GatheredParameters:
             self._end()
             raise
 
-    def _begin(self, by_owner: Mapping[int, tuple[Owner, list[Place]]]) -> None:
+    def _begin(self, by_owner: Mapping[Owner, list[Place]]) -> None:
         what = "GatheredParameters", "gather fewer of them at a time"
-        for owner, places in by_owner.values():
+        for owner, places in by_owner.items():
             reads_only = self._modifier_rank is None
             runtime = owner.begin_gathering(what[0], stores=not reads_only)
             size = runtime.ranks.size
@@ -367,10 +369,11 @@ class GatheredParameters:
                     f"one from 0 to {size - 1}"
                 )
             if reads_only and runtime.executor.views.writable:
-                places = _show(runtime, places)
-            self._models.append(owner.module)
-            self._loans.append(LentParams(runtime, places, what, watched=reads_only))
-        if any(owner.awaits_backward for owner, _ in by_owner.values()):
+                # The user's files must not change: a write to a lent copy of them is detected.
+                make_whole(runtime, [place for place in places if not place.unit.runs])
+                places = [place for place in places if place.unit.runs]
+            self._loans.append((owner.module, LentParams(runtime, places, what, watched=reads_only)))
+        if any(owner.awaits_backward for owner in by_owner):
             # Autograd would save the parameter itself, whose values change at the end of the context.
             self._saving.enter_context(
                 torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda values: values)
@@ -388,8 +391,7 @@ class GatheredParameters:
             if self._modifier_rank is not None:
                 self._write(self._modifier_rank, failed=failed)
             elif not failed:
-                loans = zip(self._loans, self._models, strict=True)
-                lost = next((name for loan, model in loans for name in loan.changed(model)), None)
+                lost = next((name for model, loan in self._loans for name in loan.changed(model)), None)
         finally:
             self._end()
         if lost is not None:
@@ -400,21 +402,21 @@ class GatheredParameters:
 
     def _write(self, source: int, *, failed: bool) -> None:
         """Store the values of one rank, unless the context has failed on some rank."""
-        places = [place for loan in self._loans for place in loan.places]
+        loans = [loan for _, loan in self._loans]
+        places = [place for loan in loans for place in loan.places]
         problem = None if failed else next(filter(None, map(_shape_problem, places)), None)
-        anywhere = [loan.runtime.ranks.any(failed or problem is not None) for loan in self._loans]
+        anywhere = [loan.runtime.ranks.any(failed or problem is not None) for loan in loans]
         if problem is not None:
             raise InfinityError(problem)
         if not any(anywhere):
-            for loan in self._loans:
+            for loan in loans:
                 loan.store(source)
 
     def _end(self) -> None:
         self._saving.close()
-        for loan in self._loans:
+        for _, loan in self._loans:
             loan.end()
         self._loans.clear()
-        self._models.clear()
 
 
 def _several(params: Any) -> list[nn.Parameter]:
@@ -426,19 +428,6 @@ def _several(params: Any) -> list[nn.Parameter]:
     elif not isinstance(params, Iterable) or isinstance(params, str):
         raise ConfigError(f"GatheredParameters: params is {params!r}; give a module, a parameter or several parameters")
     return list(dict.fromkeys(params))
-
-
-def _show(runtime: Runtime, places: Iterable[Place]) -> list[Place]:
-    """Show the newest values of the parameters that need not be lent, and return those that must be lent."""
-    lent = []
-    for group in by_unit(places).values():
-        unit = group[0].unit
-        if unit.runs:  # in the user's files, which must not change: a write to a lent copy is detected
-            lent += group
-            continue
-        with runtime.executor.gathered(runtime.row(unit)):
-            pass
-    return lent
 
 
 def _shape_problem(place: Place) -> str | None:

@@ -29,7 +29,7 @@ from infinity.integrations.deepspeed.misuse import ModifiedError
 from infinity.zero.construction import Init as InFiles
 from infinity.zero.construction import convert
 from infinity.zero.param_access import GatheredParameters as Gathered
-from infinity.zero.param_access import has_values, owner_of
+from infinity.zero.param_access import owner_of
 from infinity.zero.ranks import join_ranks, world_size
 from infinity.zero.sizing import compute_dtype
 from infinity.zero.views import version_of
@@ -75,7 +75,8 @@ class _Status:
         param = self._param()
         if param is None:
             return ZeroParamStatus.NOT_AVAILABLE
-        available = id(param) in _looks if owner_of(param) is None else has_values(param)
+        found = owner_of(param)
+        available = id(param) in _looks if found is None else found[0].shows(found[1])
         return ZeroParamStatus.AVAILABLE if available else ZeroParamStatus.NOT_AVAILABLE
 
     def __eq__(self, other: object) -> bool:
