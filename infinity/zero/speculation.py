@@ -211,13 +211,14 @@ class Speculation:
             self._pipeline.roll_back(tickets)
             stale: list[Unit] = []
             for row in rows:
-                assert row.speculative is not None
-                if row.speculative.old_params is OldParams.SLOTS:
+                update = row.speculative
+                assert update is not None
+                if update.old_params is OldParams.SLOTS:
                     self._params.roll_back(row.params)
                     stale.append(row)
-                elif row.speculative.old_params is OldParams.IMAGES:
-                    self._restore_from_undo_log(row)
-                self._pipeline.rollback.forget_before(row.speculative.ticket)
+                elif update.old_params is OldParams.IMAGES:
+                    self._restore_from_undo_log(row, update.ticket)
+                self._pipeline.rollback.forget_before(update.ticket)
                 self._clear(row)
         return stale
 
@@ -260,11 +261,10 @@ class Speculation:
         buffer[end:].zero_()
         return buffer
 
-    def _restore_from_undo_log(self, row: Unit) -> None:
+    def _restore_from_undo_log(self, row: Unit, ticket: UpdateTicket) -> None:
         """Restore the parameters from the undo log."""
-        assert row.speculative is not None
         with self._changing(row) as flat:
-            for start, values in self._pipeline.rollback.params_before(row.speculative.ticket):
+            for start, values in self._pipeline.rollback.params_before(ticket):
                 flat[start : start + values.numel()].copy_(values)
 
     @contextmanager
