@@ -215,9 +215,11 @@ def make_partition(
         ConfigError: the model has no floating-point parameters, or one cannot stay in its file.
     """
     align, in_files = align.for_ranks(sharding.count), in_files or {}
-    names = {id(p): name for name, p in model.named_parameters() if has_numbers(p)}  # the first one of tied parameters
-    if not names:
+    params = {name: p for name, p in model.named_parameters() if has_numbers(p)}  # the first name of tied parameters
+    if not params:
         raise ConfigError("the model has no floating-point parameters to train or place")
+    names = {id(p): name for name, p in params.items()}
+    shapes = {name: tuple(local_part(p).shape) for name, p in params.items()}
     members: dict[str, list[str]] = {}  # unit name -> its parameters
     unit_of: dict[str, str] = {}  # parameter -> unit name
     uses: list[tuple[UnitModule, list[str]]] = []  # module -> the parameters that its forward uses
@@ -227,7 +229,7 @@ def make_partition(
         for name in used:
             if name in unit_of:
                 continue  # tied to a parameter of an earlier module
-            is_small = not part.whole and local_part(model.get_parameter(name)).numel() <= persistence_threshold
+            is_small = not part.whole and math.prod(shapes[name]) <= persistence_threshold
             apart = IN_FILES if name in in_files else ""
             unit_of[name] = PERSISTENT if is_small else part.name + apart
             members.setdefault(unit_of[name], []).append(name)
@@ -235,14 +237,13 @@ def make_partition(
     order = sorted(members, key=lambda unit_name: unit_name == PERSISTENT)  # stable; the persistent one last
     units: list[UnitLayout] = []
     for index, unit_name in enumerate(order):
-        if unit_name.endswith(IN_FILES):
-            params = {name: local_part(model.get_parameter(name)) for name in members[unit_name]}
-            units.append(_layout_in_files(index, unit_name, params, in_files, dtype, align))
-            continue
         in_order = sorted(members[unit_name], key=lambda name: groups.get(name, 1 << 30))  # stable in a group
-        shapes = {name: tuple(local_part(model.get_parameter(name)).shape) for name in in_order}
+        of_unit = {name: shapes[name] for name in in_order}
+        if unit_name.endswith(IN_FILES):
+            units.append(_layout_in_files(index, unit_name, of_unit, in_files, dtype, align))
+            continue
         persistent = not offloaded or unit_name == PERSISTENT
-        units.append(lay_out_unit(index, unit_name, shapes, groups, align, persistent=persistent))
+        units.append(lay_out_unit(index, unit_name, of_unit, groups, align, persistent=persistent))
     index_of = {unit.name: unit.index for unit in units}
     hook_points = []
     blocks = tuple(part.name for part in modules if part.is_block)
@@ -287,7 +288,7 @@ def lay_out_unit(
 def _layout_in_files(
     index: int,
     name: str,
-    params: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
     in_files: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     align: Alignment,
@@ -299,7 +300,7 @@ def _layout_in_files(
             or of another size.
     """
     itemsize = dtype.itemsize
-    for member, param in params.items():
+    for member, shape in shapes.items():
         tensor = in_files[member]
         if tensor.dtype is not dtype:
             here, there = (str(each).removeprefix("torch.") for each in (dtype, tensor.dtype))
@@ -307,16 +308,16 @@ def _layout_in_files(
                 f"`{member}` cannot be read in place: {tensor.file.path} has it in {there}, and the model "
                 f"computes in {here}. Store the weights in {here}, or read them with in_place=False"
             )
-        if tensor.start % itemsize or tensor.nbytes != param.numel() * itemsize:
+        if tensor.start % itemsize or tensor.nbytes != math.prod(shape) * itemsize:
             raise ConfigError(
                 f"`{member}` cannot be read in place: {tensor.file.path} has {tensor.nbytes} bytes of it from "
-                f"byte {tensor.start}, and the model wants {param.numel()} elements of {itemsize}. Read the weights "
+                f"byte {tensor.start}, and the model wants {math.prod(shape)} elements of {itemsize}. Read the weights "
                 "with in_place=False"
             )
-    starts, runs = lay_out_image([in_files[member] for member in params])
+    starts, runs = lay_out_image([in_files[member] for member in shapes])
     infos = [
-        ParamInfo(member, tuple(param.shape), param.numel(), start // itemsize, trainable=False, group=-1)
-        for (member, param), start in zip(params.items(), starts, strict=True)
+        ParamInfo(member, shape, math.prod(shape), start // itemsize, trainable=False, group=-1)
+        for (member, shape), start in zip(shapes.items(), starts, strict=True)
     ]
     infos.sort(key=lambda info: info.offset)
     numel = _round_up(sum(run.nbytes for run in runs) // itemsize, align.shard)
