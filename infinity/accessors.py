@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from infinity.config import Config, Precision
+from infinity.config import Config
 from infinity.errors import InfinityError
 from infinity.optim.optimizer import TieredOptimizer
 from infinity.zero.build import Runtime
 from infinity.zero.launch import launch_of
 from infinity.zero.param_access import Place
+from infinity.zero.sizing import DTYPES
 from infinity.zero.step import Step
-
-DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Accessors:

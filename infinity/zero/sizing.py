@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from infinity.config import Config
+from infinity.config import Config, Precision
 from infinity.errors import ConfigError
 from infinity.kernels import Hyper
 from infinity.optim.formats import SHARD_ALIGN, can_reconstruct, can_reconstruct_param, state_layout
@@ -36,7 +36,7 @@ from infinity.zero.partition import IN_FILES, PERSISTENT, Alignment, Partition, 
 from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.updates import UpdateSchedule
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROUNDING = ("bf16", "int8")  # formats with stochastic rounding, which only the native kernels have
 # the exact format, which is the default, comes first
 _FORMATS = {"fp32": ("fp32",), "bf16": ("split", "bf16", "int8"), "fp16": ("master",)}
@@ -171,7 +171,7 @@ class Sizing:
 
 
 def compute_dtype(config: Config) -> torch.dtype:
-    return _DTYPES[config.precision]
+    return DTYPES[config.precision]
 
 
 def is_exact(layout: StateLayout) -> bool:
@@ -241,13 +241,12 @@ def size_up(
     dtype = compute_dtype(config)
     layout = state_layout(_format(config), optimizer)
     schedule = choose_schedule(config, ranks.size, discrete=discrete)
-    exact = is_exact(layout)
     rules = rules_of(
         config,
         ranks.rank,
         ranks.size,
         discrete=discrete,
-        exact=exact,
+        exact=is_exact(layout),
         updates_in_backward=schedule is UpdateSchedule.BACKWARD,
     )
     problem = rules.in_place_problem()
@@ -274,13 +273,16 @@ def size_up(
             f'tiering.accumulation is "layer" but the model ({type(model).__name__}) is no sequence of blocks (in an '
             'nn.ModuleList or nn.Sequential, or named by _no_split_modules): set tiering.accumulation to "micro_batch"'
         )
-    on_device = _on_device(partition, rules.states.share_on_device)
-    grad_dtype = _DTYPES[config.grad_accum_dtype] if accumulates else _pass_dtype(config, rules)
+    numels = [unit.trainable_numel for unit in partition.units]
+    first = first_to_go(partition)
+    # at most this share of all states, as close to it as whole units allow
+    on_device_numel = int(rules.states.share_on_device * sum(numels))
+    on_device = frozenset(as_far_as_fits(promotion_order(numels, first), numels, on_device_numel))
+    grad_dtype = DTYPES[config.grad_accum_dtype] if accumulates else _pass_dtype(config, rules)
     budget_bytes = min(device_bytes, config.tiering.device_memory_bytes or device_bytes)
     free_bytes = budget_bytes - dtype.itemsize * sum(unit.numel for unit in partition.units)
-    numels = [unit.trainable_numel for unit in partition.units]
     bytes_per_param = layout.bytes_per_param + grad_dtype.itemsize  # of states and gradients
-    stay = on_device | rules.first_to_stay(first_to_go(partition), numels, bytes_per_param, free_bytes)
+    stay = on_device | rules.first_to_stay(first, numels, bytes_per_param, free_bytes)
     specs = tuple(_flat_spec(unit, dtype, rules, on_device=unit.index in stay) for unit in partition.units)
     if not accumulates and _can_reconstruct_grads(layout, grad_dtype):
         assumed = rules.with_reconstruction(params=can_reconstruct_param(layout))
@@ -297,19 +299,12 @@ def size_up(
         on_device=on_device,
         specs=specs,
         grad_dtype=grad_dtype,
-        communication_dtype=_DTYPES[config.communication_data_type],
+        communication_dtype=DTYPES[config.communication_data_type],
         tile_numel=_tile_numel(partition, layout, max(config.tiering.tile_size_bytes, rules.states.least_tile_bytes)),
         layer_major=layer_major,
         initial_numel=max(_initial_numel(unit, made, rules) for unit in partition.units),
         embeddings=_embeddings(model),
     )
-
-
-def _on_device(partition: Partition, share: float) -> frozenset[int]:
-    """Return units with at most this share of all states, as close to it as whole units allow."""
-    numels = [unit.trainable_numel for unit in partition.units]
-    order = promotion_order(numels, first_to_go(partition))
-    return frozenset(as_far_as_fits(order, numels, int(share * sum(numels))))
 
 
 def first_to_go(partition: Partition) -> list[int]:
@@ -319,7 +314,7 @@ def first_to_go(partition: Partition) -> list[int]:
 
 def _pass_dtype(config: Config, rules: Rules) -> torch.dtype:
     """Return the dtype of one pass's gradients: the model's, unless the ranks' sum is more precise."""
-    made, summed = compute_dtype(config), _DTYPES[config.communication_data_type]
+    made, summed = compute_dtype(config), DTYPES[config.communication_data_type]
     return summed if rules.grads.reduces and summed.itemsize > made.itemsize else made
 
 

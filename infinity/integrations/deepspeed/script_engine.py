@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from infinity import engine
-from infinity.accessors import DTYPES
 from infinity.errors import ConfigError, InfinityError
 from infinity.zero.compiled import is_compiled
+from infinity.zero.sizing import DTYPES
 
 
 class Engine(engine.Engine):
