@@ -297,10 +297,9 @@ def _children_first(owners: Iterable[str], unit_name: str) -> list[str]:
     projections of a block by name, in the module that contains them).
     """
     names: dict[str, None] = {}
-    for owner in owners:
-        name = owner
+    for name in owners:
         names[name] = None
-        while name != unit_name and name.startswith(f"{unit_name}."):
+        while name.startswith(f"{unit_name}."):
             name = name.rpartition(".")[0]
             names[name] = None
     return sorted(names, key=lambda name: -name.count("."))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import groupby
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -379,9 +378,7 @@ class GatheredParameters:
                 torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach(), lambda values: values)
             )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with torch._C.DisableTorchFunction():
             self._finish(failed=kind is not None)
 

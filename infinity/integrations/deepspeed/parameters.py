@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -280,9 +279,7 @@ class GatheredParameters(Gathered):
             self._in_init = []
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         changed = self._end_looks()
         try:
             if self._in_init and self._modifier_rank:
@@ -294,7 +291,7 @@ class GatheredParameters(Gathered):
                 )
         finally:
             self._in_init = []
-            super().__exit__(kind, error, trace)
+            super().__exit__(kind, *error)
 
     def _end_looks(self) -> bool:
         """End the context for parameters of `zero.Init`. Return whether one was changed without `modifier_rank`."""
