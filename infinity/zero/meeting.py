@@ -49,8 +49,8 @@ class Process:
     def has_ended(self) -> bool:
         """Whether the process is known to have ended. False for a process that this one cannot see."""
         here = this_process()
-        if (self.machine, self.namespace) != (here.machine, here.namespace):
-            return False
+        if not here.started or (self.machine, self.namespace) != (here.machine, here.namespace):
+            return False  # without /proc, no process is seen
         try:
             task = read_task(Path(f"/proc/{self.pid}"))
         except FileNotFoundError:

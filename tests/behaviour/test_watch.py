@@ -168,6 +168,14 @@ def test_a_rank_of_this_machine_that_has_ended_is_not_waited_for(quick) -> None:
     assert waiting.processes[1].has_ended
 
 
+def test_without_proc_no_rank_is_taken_for_ended(monkeypatch) -> None:
+    def absent(_: Path) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("infinity.zero.meeting.read_task", absent)
+    assert not this_process().has_ended
+
+
 def started_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
