@@ -61,6 +61,11 @@ MOMENTS: dict[str, tuple[str | None, str | None]] = {
 FORMATS = tuple(_FORMATS)
 
 
+def formats_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the formats for parameters of this dtype. The first one is exact; the others round moments."""
+    return tuple(name for name, (param_dtype, *_) in _FORMATS.items() if param_dtype is dtype)
+
+
 def state_layout(name: str, optimizer: str = "adamw") -> StateLayout:
     """Return the layout of a format for an optimizer. Raises ConfigError if the format or the optimizer is unknown."""
     if optimizer not in MOMENTS:

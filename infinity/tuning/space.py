@@ -17,7 +17,8 @@ from typing import Any
 from infinity.config import Config, default_tile_bytes, format_size
 from infinity.config.typed import Count, Positive
 from infinity.errors import ConfigError
-from infinity.zero.sizing import choose_schedule
+from infinity.optim.formats import formats_of
+from infinity.zero.sizing import choose_schedule, compute_dtype
 
 Placement = tuple[str, str]
 Aio = tuple[Positive, Positive, str]
@@ -25,8 +26,6 @@ Batch = tuple[Positive, Positive, str]
 Memory = tuple[Count | None, Count | None]
 Choices = Mapping[str, tuple[Any, ...]]
 
-_EXACT = {"fp32": "fp32", "bf16": "split", "fp16": "master"}
-_LOSSY = {"fp32": (), "bf16": ("bf16", "int8"), "fp16": ()}
 _TILES = (1 << 20, 4 << 20, 16 << 20)
 _MOST_CUTS = 8  # ways to cut a batch
 
@@ -115,9 +114,10 @@ def setting_of(config: Config, limits: Limits = Limits()) -> Setting:
     """
     tiering, aio, zero = config.tiering, config.aio, config.zero
     names = zero.stage == 3 and not config.waits
+    exact = formats_of(compute_dtype(config))[0]
     return Setting(
         placement=(zero.offload_param.device, zero.offload_optimizer.device),
-        state_format=_EXACT[config.precision] if tiering.state_format == "auto" else tiering.state_format,
+        state_format=exact if tiering.state_format == "auto" else tiering.state_format,
         schedule=choose_schedule(config).value if names else tiering.update_schedule,
         tile=None if _tiering(config).get("tile_size") in (None, "auto") else tiering.tile_size_bytes,
         aio=(aio.block_size_bytes, aio.queue_depth, tiering.io_backend),
@@ -167,7 +167,7 @@ def choices_of(
     given = setting_of(config, limits)
     others: dict[str, Sequence[Any]] = {
         "placement": _placements(config, discrete=discrete),
-        "state_format": (_EXACT[config.precision], *_LOSSY[config.precision]) if lossy else (),
+        "state_format": formats_of(compute_dtype(config)) if lossy else (),
         "schedule": _schedules(config),
         "tile": _tiles(config),
         "aio": aio,

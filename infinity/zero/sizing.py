@@ -12,7 +12,7 @@ from torch import nn
 from infinity.config import Config, Precision
 from infinity.errors import ConfigError
 from infinity.kernels import Hyper
-from infinity.optim.formats import SHARD_ALIGN, can_reconstruct, can_reconstruct_param, state_layout
+from infinity.optim.formats import SHARD_ALIGN, can_reconstruct, can_reconstruct_param, formats_of, state_layout
 from infinity.optim.pipeline import LEAST_SLOTS, MOST_SLOTS
 from infinity.optim.undo_log import image_bytes
 from infinity.schedule import MemoryNeeds
@@ -37,9 +37,6 @@ from infinity.zero.ranks import ALONE, Ranks
 from infinity.zero.updates import UpdateSchedule
 
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ROUNDING = ("bf16", "int8")  # formats with stochastic rounding, which only the native kernels have
-# the exact format, which is the default, comes first
-_FORMATS = {"fp32": ("fp32",), "bf16": ("split", "bf16", "int8"), "fp16": ("master",)}
 
 
 @dataclass(frozen=True)
@@ -175,8 +172,8 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def is_exact(layout: StateLayout) -> bool:
-    """Whether the state format does not round, so that a device can update it like the host."""
-    return layout.format not in _ROUNDING
+    """Whether the state format does not round, as only the native kernels can. A device can then update it, too."""
+    return layout.format == formats_of(layout.param_dtype)[0]
 
 
 def choose_schedule(config: Config, ranks: int = 1, *, discrete: bool = False) -> UpdateSchedule:
@@ -351,7 +348,7 @@ def _embeddings(model: nn.Module) -> frozenset[str]:
 
 def _format(config: Config) -> str:
     asked = config.tiering.state_format
-    fitting = _FORMATS[config.precision]
+    fitting = formats_of(compute_dtype(config))
     if asked == "auto":
         return fitting[0]
     if asked not in fitting:
