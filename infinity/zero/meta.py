@@ -41,18 +41,17 @@ def own_rule(model: nn.Module) -> InitFunction:
     """
     by_architecture: Any = getattr(model, "_init_weights", None)
 
+    @torch.no_grad()
     def initialise(module: nn.Module) -> None:
-        with torch.no_grad():
-            if by_architecture is not None:
-                by_architecture(module)
-                return
-            reset: Any = getattr(module, "reset_parameters", None)
-            if reset is not None:
-                reset()
-            elif any(True for _ in module.parameters(recurse=False)):
-                raise ConfigError(
-                    f"{type(module).__name__} holds parameters on the meta device and has no reset_parameters(); "
-                    "give it one, pass init_function to initialize, or build the model in memory"
-                )
+        reset: Any = getattr(module, "reset_parameters", None)
+        if by_architecture is not None:
+            by_architecture(module)
+        elif reset is not None:
+            reset()
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"{type(module).__name__} holds parameters on the meta device and has no reset_parameters(); "
+                "give it one, pass init_function to initialize, or build the model in memory"
+            )
 
     return initialise

@@ -17,7 +17,7 @@ def call_within(timeout_s: float, call: Callable[[], Result]) -> Result:
     """Run `call` in a thread of its own. Return its result, or raise its error.
 
     Raises:
-        TimeoutError: it has not ended in time. The thread continues to run.
+        concurrent.futures.TimeoutError: it has not ended in time. The thread continues to run.
     """
     result: Future[Result] = Future()
 
@@ -28,10 +28,7 @@ def call_within(timeout_s: float, call: Callable[[], Result]) -> Result:
             result.set_exception(error)
 
     start_thread(run, "infinity-store")
-    try:
-        return result.result(timeout_s)
-    except FutureTimeoutError as error:  # before Python 3.11 it is no `TimeoutError`
-        raise TimeoutError from error
+    return result.result(timeout_s)
 
 
 class TimedStore:
@@ -70,7 +67,7 @@ class TimedStore:
         if not self._silent:
             try:
                 return call_within(self.timeout_s, call)
-            except TimeoutError:
+            except FutureTimeoutError:  # before Python 3.11 it is no `TimeoutError`
                 self._silent = True
                 abandon()  # the thread may return while the interpreter ends
         raise RuntimeError(
