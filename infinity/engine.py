@@ -34,7 +34,7 @@ from infinity.zero.guards import Guards
 from infinity.zero.materialize import rebuild
 from infinity.zero.param_access import Place, check_room, claim, disclaim, is_lent, newest_values, views_of
 from infinity.zero.phases import Phase
-from infinity.zero.status import publisher_of
+from infinity.zero.status import Sampler
 from infinity.zero.step import USE_TRAIN_BATCH, Step
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ class Engine(Accessors):
             undo.callback(self._guards.remove)
             runtime.show_newest()
             undo.pop_all()
-        publisher = publisher_of(self._step, runtime, optimizer, config)
+        sampler = Sampler(self._step, runtime, optimizer, config)
+        publisher = Publisher(sampler) if config.tiering.status else None
         # Must hold no reference to self, so that an unreferenced engine is collected.
         self._close = weakref.finalize(
             self, _close, model, optimizer, self._step, self._guards, self._session, publisher

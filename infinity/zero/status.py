@@ -1,4 +1,4 @@
-"""Publish what an engine does while it trains, for `infinity top` in another process."""
+"""Sample what an engine does while it trains, for `infinity top` in another process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from typing import Any
 from infinity.config import Config
 from infinity.io import IoStats
 from infinity.optim.optimizer import TieredOptimizer
-from infinity.telemetry.status import Publisher
 from infinity.zero.build import Runtime
 from infinity.zero.step import Step
 
 
-def publisher_of(step: Step, runtime: Runtime, optimizer: TieredOptimizer, config: Config) -> Publisher | None:
-    """Return the publisher of this engine's status; None if `tiering.status` is false."""
-    return Publisher(_Sampler(step, runtime, optimizer, config)) if config.tiering.status else None
-
-
-class _Sampler:
+class Sampler:
     """Reads an engine's status from another thread. It reads only plain numbers, each of which is valid at any time."""
 
     def __init__(self, step: Step, runtime: Runtime, optimizer: TieredOptimizer, config: Config) -> None:
@@ -33,8 +27,10 @@ class _Sampler:
 
     def __call__(self) -> dict[str, Any]:
         step, stats = self._step, self._step.last.stats
-        counters = self._runtime.counters
-        step_s = counters.step_wall_s
+        step_s, waiting = self._runtime.counters.step_wall_s, self._runtime.counters.waiting
+        now_s = time.perf_counter()
+        told = step.last.told  # by the training loop, with `engine.tell`
+        tokens = told.get("tokens")
         group = next(iter(self._optimizer.param_groups), {})
         return {
             "rank": self._runtime.ranks.rank,
@@ -49,24 +45,12 @@ class _Sampler:
             "samples_per_s": None if step_s is None else self._samples / step_s,
             "phase_s": dict(stats.phase_s),
             "stall_s": dict(stats.stall_s),
-            "waiting": self._waiting(),
+            "waiting": None if waiting is None else {"cause": waiting[0].value, "for_s": now_s - waiting[1]},
             "tiers": {name: asdict(level) for name, level in self._runtime.tiers().items()},
             **self._io(),
-            **self._told(step_s),
+            "steps": told.get("steps"),
+            "tokens_per_s": tokens / step_s if tokens and step_s else None,
         }
-
-    def _waiting(self) -> dict[str, Any] | None:
-        waiting = self._runtime.counters.waiting
-        if waiting is None:
-            return None
-        cause, since_s = waiting
-        return {"cause": cause.value, "for_s": time.perf_counter() - since_s}
-
-    def _told(self, step_s: float | None) -> dict[str, Any]:
-        """Return what the training loop has reported by `engine.tell`."""
-        told = self._step.last.told
-        tokens = told.get("tokens")
-        return {"steps": told.get("steps"), "tokens_per_s": tokens / step_s if tokens and step_s else None}
 
     def _io(self) -> dict[str, Any]:
         """Return what the drives have done since the last call."""
