@@ -173,16 +173,10 @@ class Partition:
         return frozenset(unit for unit, count in users.items() if count > 1)
 
     def parts(
-        self,
-        unit: UnitLayout,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        of: ParamInfo | None = None,
-        rank: int | None = None,
+        self, unit: UnitLayout, start: int = 0, stop: int | None = None, *, of: ParamInfo | None = None
     ) -> Iterator[ParamPart]:
-        """See `UnitLayout.parts`; by default for this rank's shard."""
-        return unit.parts(self.sharding if rank is None else Sharding(rank, self.sharding.count), start, stop, of=of)
+        """See `UnitLayout.parts`; for this rank's shard."""
+        return unit.parts(self.sharding, start, stop, of=of)
 
 
 def make_partition(

@@ -76,7 +76,7 @@ def stored_tensors(partition: Partition, ranks: int) -> Iterator[tuple[str, Stor
     for unit in partition.units:
         parts: dict[str, list[TensorPart]] = {info.name: [] for info in unit.params}
         for rank in range(ranks):
-            for part in partition.parts(unit, rank=rank):
+            for part in unit.parts(Sharding(rank, ranks)):
                 parts[part.info.name].append(TensorPart(f"{rank}", 0, part.stop - part.start, array("I")))
         for info in unit.params:
             yield info.name, StoredTensor("F32", info.shape, tuple(parts[info.name]))

@@ -16,6 +16,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
 from infinity.kernels import load_moment, store_moment
 from infinity.optim.formats import read_master, write_master
+from infinity.tiers import Sharding
 from infinity.zero.build import Runtime
 from infinity.zero.param_access import Place, owner_of
 from infinity.zero.partition import ParamPart
@@ -47,7 +48,7 @@ class _Found:
         runtime, unit = self.runtime, self.place.unit
         count = runtime.partition.sharding.count
         for rank in range(count) if count > 1 else ():
-            for part in runtime.partition.parts(unit, of=self.place.info, rank=rank):
+            for part in unit.parts(Sharding(rank, count), of=self.place.info):
                 runtime.groups.sharing.broadcast(mine[part.param], rank)
         return mine.view(self.place.info.shape).to(runtime.row(unit).params.tensor.device)
 
