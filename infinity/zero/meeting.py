@@ -61,17 +61,13 @@ class Process:
 
 
 def this_process() -> Process:
-    namespace = started = ""
+    machine, namespace, started = socket.gethostname(), "", ""
+    with suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     with suppress(OSError, ValueError, IndexError):
         namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115  (its target is no path)
         started = str(read_task(Path("/proc/self")).started)
-    return Process(_machine(), namespace, os.getpid(), started)
-
-
-def _machine() -> str:
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
+    return Process(machine, namespace, os.getpid(), started)
 
 
 class OtherCallError(RankError):
