@@ -401,10 +401,11 @@ class GatheredParameters:
         """Store the values of one rank, unless the context has failed on some rank."""
         loans = [loan for _, loan in self._loans]
         places = [place for loan in loans for place in loan.places]
-        problem = None if failed else next(filter(None, map(_shape_problem, places)), None)
-        anywhere = [loan.runtime.ranks.any(failed or problem is not None) for loan in loans]
-        if problem is not None:
-            raise InfinityError(problem)
+        misshapen = [place for place in places if not failed and place.param.shape != place.info.shape]
+        anywhere = [loan.runtime.ranks.any(failed or bool(misshapen)) for loan in loans]
+        if misshapen:
+            info, shape = misshapen[0].info, tuple(misshapen[0].param.shape)
+            raise InfinityError(f"parameter `{info.name}` has shape {shape} now; it must stay {info.shape}")
         if not any(anywhere):
             for loan in loans:
                 loan.store(source)
@@ -425,12 +426,6 @@ def _several(params: Any) -> list[nn.Parameter]:
     elif not isinstance(params, Iterable) or isinstance(params, str):
         raise ConfigError(f"GatheredParameters: params is {params!r}; give a module, a parameter or several parameters")
     return list(dict.fromkeys(params))
-
-
-def _shape_problem(place: Place) -> str | None:
-    if tuple(place.param.shape) == tuple(place.info.shape):
-        return None
-    return f"parameter `{place.info.name}` has shape {tuple(place.param.shape)} now; it must stay {place.info.shape}"
 
 
 def _write_back(values: torch.Tensor, runtime: Runtime, place: Place) -> None:
