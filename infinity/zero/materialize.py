@@ -137,10 +137,7 @@ def _fill_unit(
 
 def resident_first(runtime: Runtime) -> list[UnitLayout]:
     """Return the units with resident ones first, so that reading them back moves the fewest units."""
-    return sorted(
-        runtime.partition.units,
-        key=lambda unit: runtime.row(unit).residency is not Residency.RESIDENT,
-    )
+    return sorted(runtime.partition.units, key=lambda unit: runtime.row(unit).residency is not Residency.RESIDENT)
 
 
 def stored_values(runtime: Runtime, unit: UnitLayout) -> dict[str, torch.Tensor]:
