@@ -31,8 +31,6 @@ from infinity.tiers import Memory
 from infinity.tiers.states import StateStore
 from infinity.tiers.swap import open_swap
 
-# The formats that fit parameters of a dtype; the first is the default, and exact.
-_FORMATS_OF = {torch.float32: ("fp32",), torch.bfloat16: ("split", "bf16", "int8"), torch.float16: ("master",)}
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -201,7 +199,7 @@ class AdamW(torch.optim.Optimizer):
         """Allocate the states of parameters, one home for each dtype."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in parameters:
-            if parameter.dtype not in _FORMATS_OF:
+            if not formats.formats_of(parameter.dtype):
                 raise ConfigError(f"a parameter is {parameter.dtype}; use float32, bfloat16 or float16")
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         placed: dict[torch.Tensor, _StatesHome] = {}
@@ -214,8 +212,9 @@ class AdamW(torch.optim.Optimizer):
         self._placed.update(placed)
 
     def _format_of(self, dtype: torch.dtype) -> str:
-        name = _FORMATS_OF[dtype][0] if self._state_format == "auto" else self._state_format
-        if name not in _FORMATS_OF[dtype]:
+        fitting = formats.formats_of(dtype)
+        name = fitting[0] if self._state_format == "auto" else self._state_format
+        if name not in fitting:
             raise ConfigError(f"state_format {self._state_format!r} does not fit {dtype} parameters; use 'auto'")
         return name
 
