@@ -46,6 +46,7 @@ def test_a_conversion_is_refused_and_changes_nothing(placement, conversion, part
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:FutureWarning")  # torch 2.15
 def test_a_trace_is_refused_where_parameters_leave_memory(tmp_path) -> None:
     with engine_in("moves", tmp_path) as engine:
         with pytest.raises(

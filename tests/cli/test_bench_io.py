@@ -140,7 +140,7 @@ def test_what_goes_through_the_page_cache_is_said(tmp_path, capsys) -> None:
         (("--sweep", "--verify"), "cannot be combined"),
         (("--runs", "0"), "at least 1"),
         (("--size", "900TiB"), "would fill the drive"),
-        (("--size", "1MiB"), "too small"),
+        (("--size", "128KiB"), "too small"),
         (("--op", "erase"), "choose one of read, write, mixed, randread"),
         (("--backend", "libaio"), "does not exist"),
         (("--queue-depth", "0"), "--queue-depth is 0"),

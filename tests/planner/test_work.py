@@ -59,9 +59,10 @@ def test_products_and_saved_bytes_are_those_of_a_real_pass(make) -> None:
     ]
     products = 4 * 2 * 4 * SEQ * SEQ * 16 * 3  # two products of 2 samples, 4 heads of 16, 3 blocks
     assert attention == [products, products * 2.5]
-    # torch's counter knows the kernels of devices, not those of the CPU
-    assert work.forward.total_flops - attention[0] == forward.get_total_flops()
-    assert work.backward.total_flops - attention[1] == backward.get_total_flops()
+    # before torch 2.15, its counter knows the kernels of devices, not those of the CPU
+    unknown = attention if forward.get_total_flops() < work.forward.total_flops else [0, 0]
+    assert work.forward.total_flops - unknown[0] == forward.get_total_flops()
+    assert work.backward.total_flops - unknown[1] == backward.get_total_flops()
     counted = Counted()
     with counted:
         model(input_ids=ids, labels=ids).loss.backward()
