@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -36,6 +37,7 @@ from infinity.tiers import Sharding
 from infinity.tiers.striping import Stripe
 from infinity.tiers.swap import SwapSpace
 from infinity.zero.adoption import open_run
+from infinity.zero.build import Runtime
 from infinity.zero.groups import Groups
 from infinity.zero.partition import Alignment, Partition, lay_out_unit
 from infinity.zero.phases import Phase
@@ -195,6 +197,7 @@ class Trainer:
             parts=SimpleNamespace(ranks=ALONE),
             show_newest=lambda: None,
         )
+        runtime.trained_parts = partial(Runtime.trained_parts, cast(Any, runtime))
         self.step_ = SimpleNamespace(
             counter=StepCounter(1, counts_boundaries=True),
             updates=SimpleNamespace(steps={"w": 0}),
