@@ -11,6 +11,7 @@ import infinity
 from infinity.io.gds import DeviceReader, HostReader
 from infinity.tiers import SameMemory
 from tests.behaviour.reference import (
+    ARCHITECTURES,
     Placement,
     Recipe,
     Result,
@@ -21,6 +22,7 @@ from tests.behaviour.reference import (
     tiny_llama,
     train,
     train_on,
+    trained_on,
 )
 from tests.behaviour.test_parity import STEPS, in_memory
 
@@ -43,6 +45,23 @@ def test_checkpoints_move_between_kinds_of_devices(tmp_path) -> None:
         with infinity.initialize(model=tiny_gpt2(5), config=config, link=link)[0] as engine:
             engine.load_checkpoint(tmp_path / "saved")
             assert train_on(engine, data[4:]) == uninterrupted
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_cuda_placements_agree(architecture, device, clipping, tmp_path: Path) -> None:
+    """On a GPU every placement computes the same kernels on the same values."""
+    recipe = Recipe("bf16", 1, clipping, STEPS)
+
+    def train_on_gpu(placement: Placement) -> Result:
+        config = recipe.config(placement)
+        with infinity.initialize(model=ARCHITECTURES[architecture](), config=config, device="cuda")[0] as engine:
+            return trained_on(engine, [ids.to(engine.device) for ids in batches(recipe.steps)])
+
+    assert_same_bits(train_on_gpu(Placement(device, device, tmp_path)), train_on_gpu(Placement("none", "cpu")))
 
 
 class CountingReader(HostReader):
