@@ -120,7 +120,7 @@ def test_blocks_are_timed_under_load(backend, tmp_path) -> None:
 def test_what_is_stamped_agrees_with_the_clock(tmp_path) -> None:
     """One block at a time: the sum of their times is the time that passed, but for what happens between them.
 
-    Which is little in one of several runs: a busy machine may hold the caller between two blocks.
+    A busy machine may hold the caller between two blocks. So only one of several runs must show this.
     """
     options = IoOptions(MIB, 1, 1)
     with (
