@@ -130,7 +130,7 @@ def _describe(run: str, rank: int, files: list[KeptFile]) -> _Kept:
 
 
 def _resumable(files: list[KeptFile]) -> tuple[int | None, str | None]:
-    """Return the step of one rank's files, and why the run cannot be resumed from them; None for unknown, and can."""
+    """Return the step of one rank's files (None: unknown), and why the run cannot be resumed (None: it can be)."""
     from infinity.tiers.run_files import missing_states, read_record
 
     foreign = next((file.foreign for file in files if file.foreign is not None), None)

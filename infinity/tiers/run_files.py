@@ -120,7 +120,7 @@ def find_record(directories: Sequence[Path], rank: int) -> Record | None:
     if not records:
         return None
     record = read_record(records[0].path)
-    ended = not record.generations  # and was killed while it removed its files
+    ended = not record.generations  # the run had ended, and was killed while it removed its files
     missing = missing_states(record, directories)
     if missing and not ended and record.generations[0].sequence > 1:
         raise CheckpointError(
