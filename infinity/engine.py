@@ -89,8 +89,7 @@ class Engine(Accessors):
             undo.callback(self._guards.remove)
             runtime.show_newest()
             undo.pop_all()
-        sampler = Sampler(self._step, runtime, optimizer, config)
-        publisher = Publisher(sampler) if config.tiering.status else None
+        publisher = Publisher(Sampler(self._step, runtime, optimizer, config)) if config.tiering.status else None
         # Must hold no reference to self, so that an unreferenced engine is collected.
         self._close = weakref.finalize(
             self, _close, model, optimizer, self._step, self._guards, self._session, publisher

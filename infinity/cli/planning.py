@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from infinity.cli.arguments import check_least, name_argument, path_argument, size_argument
 from infinity.cli.packages import needed_packages
 from infinity.cli.ready import config_argument
-from infinity.config import Config, load_config, with_values
+from infinity.config import Config, Precision, load_config, with_values
 from infinity.config.schema import OFFLOADED_FROM
 from infinity.errors import ConfigError
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from infinity.planner import Drive, Estimate, Machine, Rates, StepTime, TrainingPlan, Work
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _TOKENS = 1024
 _MOST = 1 << 20  # layers, and width; larger values are mistakes
 
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host-memory", help="tiering.host_memory of one rank (default: the configuration's)")
     parser.add_argument("--stage", type=int, choices=range(4), help="ZeRO stage (default: the configuration's)")
-    parser.add_argument("--precision", choices=list(_DTYPES), help="default: the configuration's")
+    parser.add_argument("--precision", choices=get_args(Precision), help="default: the configuration's")
     for what in ("param", "optimizer"):
         parser.add_argument(f"--offload-{what}", choices=["none", "cpu", "nvme"], help="default: the configuration's")
     batch = parser.add_argument_group("a step")
@@ -292,12 +291,14 @@ def _rates(args: argparse.Namespace, config: Config, machine: Machine) -> Rates:
     rates = Rates()
     if args.profile is not None:
         from infinity.profiling import read_profile
+        from infinity.zero.sizing import compute_dtype, state_format
 
         profile = read_profile(args.profile)
         device = profile["link"]["device"] if machine.discrete and profile["link"] else "cpu"
         if machine.discrete and device == "cpu" and args.flops is None:
             raise ConfigError(f"--profile {args.profile}: its machine had no device: give --flops and --link")
-        rates = rates_of(profile, dtype=_DTYPES[config.precision], state_format=_format(config), device=device)
+        dtype = str(compute_dtype(config)).removeprefix("torch.")
+        rates = rates_of(profile, dtype=dtype, state_format=state_format(config), device=device)
     return with_numbers(
         rates,
         flop_per_s=args.flops,
@@ -306,11 +307,6 @@ def _rates(args: argparse.Namespace, config: Config, machine: Machine) -> Rates:
         link_bytes_per_s=args.link,
         collective_bytes_per_s=args.collectives,
     )
-
-
-def _format(config: Config) -> str:
-    asked = config.tiering.state_format
-    return {"fp32": "fp32", "bf16": "split", "fp16": "master"}[config.precision] if asked == "auto" else asked
 
 
 def _count(text: str) -> float:

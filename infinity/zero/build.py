@@ -348,7 +348,7 @@ def _open_memory(plan: _Plan, undo: ExitStack, run: RunFiles | None) -> _Memory:
         arena = undo.enter_context(closing(Arena(arena_bytes, pin=plan.link.pinned_for)))
         swap = open_swap(
             sizing.rules.drives,
-            _io_options(config),
+            IoOptions.of(config.aio),
             config.tiering.io_backend,
             checksum=config.tiering.checksum,
             rank=plan.ranks.rank,
@@ -585,7 +585,7 @@ def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> Acti
     files = None
     if tiering.activations == "nvme":
         files = ActivationFiles(
-            open_engine(_io_options(config), tiering.io_backend),
+            open_engine(IoOptions.of(config.aio), tiering.io_backend),
             [nvme.path for nvme in tiering.nvme],
             runtime.ranks.rank,
             checksum=tiering.checksum,
@@ -598,11 +598,6 @@ def open_activations(config: Config, runtime: Runtime, model: nn.Module) -> Acti
 # Disk #
 
 
-def _io_options(config: Config) -> IoOptions:
-    aio = config.aio
-    return IoOptions(aio.block_size_bytes, aio.queue_depth, aio.threads, aio.sqpoll, aio.iopoll)
-
-
 def _take_over(swap: SwapSpace) -> None:
     """Create the files, or adopt the files of an earlier process and continue from one of its finished steps."""
     swap.create()
@@ -613,5 +608,5 @@ def _open_weights(plan: _Plan, undo: ExitStack) -> WeightFiles:
     """Open the user's files in which units stay."""
     if not any(spec.runs for spec in plan.sizing.specs):
         return WeightFiles()
-    engine = open_engine(_io_options(plan.config), plan.config.tiering.io_backend)
+    engine = open_engine(IoOptions.of(plan.config.aio), plan.config.tiering.io_backend)
     return undo.enter_context(closing(WeightFiles(engine)))

@@ -267,6 +267,7 @@ def views_of(runtime: Runtime, place: Place) -> UnitViews:
 
 
 def is_lent(runtime: Runtime, place: Place) -> bool:
+    """Whether the parameter is lent, see [Note: lent parameters]."""
     return views_of(runtime, place).lent_values(place.index) is not None
 
 

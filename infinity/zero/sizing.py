@@ -172,7 +172,7 @@ def compute_dtype(config: Config) -> torch.dtype:
 
 
 def is_exact(layout: StateLayout) -> bool:
-    """Whether the state format does not round, as only the native kernels can. A device can then update it, too."""
+    """Whether the state format does not round. A device updates no format that rounds: only the native kernels can."""
     return layout.format == formats_of(layout.param_dtype)[0]
 
 
@@ -236,7 +236,7 @@ def size_up(
             their files, two keys contradict each other, or the model has no blocks for layer-major micro-batches.
     """
     dtype = compute_dtype(config)
-    layout = state_layout(_format(config), optimizer)
+    layout = state_layout(state_format(config), optimizer)
     schedule = choose_schedule(config, ranks.size, discrete=discrete)
     rules = rules_of(
         config,
@@ -346,7 +346,8 @@ def _embeddings(model: nn.Module) -> frozenset[str]:
     return frozenset(name + end for name in tables for end in ("", IN_FILES))
 
 
-def _format(config: Config) -> str:
+def state_format(config: Config) -> str:
+    """Return the name of the state format. Raise ConfigError if the configured one does not fit the precision."""
     asked = config.tiering.state_format
     fitting = formats_of(compute_dtype(config))
     if asked == "auto":

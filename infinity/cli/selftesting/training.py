@@ -13,14 +13,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from infinity.config import Precision
 from infinity.kernels import torch_threads
 from infinity.setup import initialize
+from infinity.zero.sizing import DTYPES
 
 VOCAB, TOKENS, ROWS, HEADS = 64, 16, 2, 4
 LR, BETAS, DECAY = 1e-2, (0.9, 0.999), 0.1
 EPS = 1e-2  # as large as the gradients: with a small one, Adam's steps would not show a wrong scale of gradients
 SCALE_POWER = 8  # exponent of the loss scale in fp16
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Block(nn.Module):
@@ -79,7 +80,7 @@ def batches(count: int) -> list[torch.Tensor]:
 class Recipe:
     """What is trained. `Place` says where its states are."""
 
-    precision: str = "bf16"
+    precision: Precision = "bf16"
     accumulation: int = 1
     clipping: float = 0.0
     steps: int = 3

@@ -9,10 +9,11 @@ from functools import partial
 
 import torch
 
+from infinity.config import Precision
 from infinity.errors import ConfigError
 from infinity.kernels import torch_threads
+from infinity.zero.sizing import DTYPES
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROWS, _WIDTH = 64, 512  # a product takes up to 1 ms in float32: some runs fit between two interruptions
 _ROUNDS, _LEAST_ROUNDS = 12, 3
 _MOST_S = 1.0  # after this time, `_LEAST_ROUNDS` are enough: a round in slow bf16 may take a second
@@ -21,14 +22,14 @@ _STEADY = 1.25  # on an idle machine, the median run of a product takes at most 
 _MOST_SLOWDOWN = 1.5
 
 
-def product_seconds(device: torch.device, precisions: tuple[str, ...]) -> dict[str, float]:
+def product_seconds(device: torch.device, precisions: tuple[Precision, ...]) -> dict[str, float]:
     """Return the seconds of the three matrix products of a linear layer, by precision.
 
     They are forward, and backward to input and weight: a library may have fast code for one layout of the operands
     and none for another.
     """
     with torch_threads(1):  # on a busy machine, the threads of a product would wait for each other
-        layers = {precision: _layer(device, _DTYPES[precision]) for precision in precisions}
+        layers = {precision: _layer(device, DTYPES[precision]) for precision in precisions}
         by_product = [product for products in zip(*layers.values(), strict=True) for product in products]
         seconds = least_seconds(by_product)
     return {precision: sum(seconds[index :: len(layers)]) for index, precision in enumerate(layers)}
@@ -71,7 +72,7 @@ def measured_precision(device: torch.device) -> str:
         raise ConfigError(f"--device is {device}, which cannot be used: {error}") from error
 
 
-def slowdown(device: torch.device, precision: str) -> float:
+def slowdown(device: torch.device, precision: Precision) -> float:
     """Return how many times longer products take than in fp32; 1 if the ratio is too small to change the precision."""
     if precision == "fp32":
         return 1.0

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from infinity.errors import ConfigError
-from infinity.kernels import Hyper, Rule
-from infinity.optim.kinds import adagrad_rule
-from infinity.optim.plain import Group, Lion, PlainOptimizer, betas_of
+from infinity.kernels import Rule
+from infinity.optim.kinds import ADAM, adagrad_rule
+from infinity.optim.plain import Group, Lion, PlainOptimizer
 
 _Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -23,8 +23,7 @@ _OF_OTHERS = ("alpha", "clip_threshold", "dampening", "etas", "lambd", "lr_decay
 
 
 def _adam_rule(group: Group, step: int, grad_scale: float) -> Rule:
-    numbers = (float(group["lr"]), *betas_of(group), float(group["eps"]), float(group["weight_decay"]))
-    return Hyper(*numbers, step, decoupled=bool(group["decoupled_weight_decay"]), grad_scale=grad_scale)
+    return ADAM.rule({**group, "decoupled": group["decoupled_weight_decay"]}, step, grad_scale)
 
 
 class DeepSpeedCPUAdam(PlainOptimizer, torch.optim.AdamW):
